@@ -1,0 +1,116 @@
+"""Configuration: frozen groups and one ``validate``. Standard library only; the CLI's flags are made from these fields.
+
+A field's metadata holds its help text (``help``) and, where only some values are allowed, ``choices``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; one line that names the flag, the value and what is allowed."""
+
+
+def _opt(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    metadata = {"help": help, "choices": choices}
+    if isinstance(default, list | dict):
+        return field(default_factory=type(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs. ``EngineConfig(model="smollm2", max_num_seqs=8)``; ``validate()`` raises ``ConfigError``."""
+
+    # model
+    model: str = _opt("smollm2", "Hugging Face directory, hub name, .gguf file, or 'smollm2' (the embedded model)")
+    tokenizer: str | None = _opt(None, "directory of the tokenizer, if not the model's")
+    revision: str | None = _opt(None, "revision of a hub model: branch, tag or commit")
+    download_dir: str | None = _opt(None, "where hub models are kept (default: the hub's own cache)")
+    load_format: str = _opt("auto", "how weights are read", ("auto", "safetensors", "gguf", "dummy"))
+    dtype: str = _opt(
+        "auto", "weights' and activations' type; auto: float32 on a CPU", ("auto", "float32", "bfloat16", "float16")
+    )
+    max_model_len: int | None = _opt(None, "longest prompt + reply in tokens (default: the model's own)")
+    hf_overrides: dict[str, Any] = _opt({}, "JSON object merged over the model's config.json")
+    generation_config: str = _opt(
+        "auto", "whose sampling defaults apply: the model's generation_config.json or lmjax's own", ("auto", "lmjax")
+    )
+    chat_template: str | None = _opt(None, "a jinja file, or the template itself")
+    seed: int = _opt(0, "seed of the dummy weights, and of requests that give none")
+    # KV cache
+    block_size: int = _opt(16, "tokens per KV block")
+    kv_cache_dtype: str = _opt("auto", "type of the KV cache", ("auto", "float32", "bfloat16", "float16"))
+    gpu_memory_utilization: float = _opt(0.9, "share of a GPU's memory that lmjax may use")
+    kv_cache_memory_bytes: int | None = _opt(None, "size of the KV pool in bytes (default: from free memory)")
+    num_gpu_blocks_override: int | None = _opt(None, "number of usable KV blocks, instead of measuring")
+    enable_prefix_caching: bool = _opt(True, "reuse the KV blocks of equal prompt prefixes")
+    # scheduler
+    max_num_seqs: int | None = _opt(None, "most requests that run at once (default: 256, on a CPU 64)")
+    max_num_batched_tokens: int | None = _opt(None, "token budget of a step (default: 2048, on a CPU 512)")
+    enable_chunked_prefill: bool = _opt(True, "prefill long prompts in chunks, mixed with decode")
+    long_prefill_token_threshold: int = _opt(0, "most prompt tokens of one request in a step (0: the budget)")
+    scheduling_policy: str = _opt("fcfs", "order of waiting requests", ("fcfs", "priority"))
+    async_scheduling: bool = _opt(True, "plan the next step while the device runs the current one")
+    max_num_queued_reqs: int | None = _opt(None, "most waiting requests; more get 429")
+    max_num_queued_tokens: int | None = _opt(None, "most prompt tokens waiting; more get 429")
+    # programs
+    compilation_cache_dir: str | None = _opt(
+        None, "persistent compile cache (default: under LMJAX_CACHE or ~/.cache)"
+    )
+    require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")
+    max_logprobs: int = _opt(20, "most log-probabilities a request may ask for")
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        return replace(self, **changes)
+
+    def validate(self) -> EngineConfig:
+        """Checks what can be checked without the model. Returns self."""
+        for f in fields(self):
+            choices, value = f.metadata["choices"], getattr(self, f.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{flag(f.name)}: got {value!r}, must be one of {', '.join(choices)}")
+        positive = (
+            "block_size max_model_len kv_cache_memory_bytes num_gpu_blocks_override max_num_seqs "
+            "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens"
+        )
+        for name in positive.split():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{flag(name)}: got {value!r}, must be an integer of at least 1")
+        if self.block_size & (self.block_size - 1) or self.block_size > 256:
+            raise ConfigError(f"--block-size: got {self.block_size}, must be a power of two up to 256")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"--gpu-memory-utilization: got {self.gpu_memory_utilization}, must be in (0, 1]")
+        if not 0 <= self.max_logprobs <= 1024:
+            raise ConfigError(f"--max-logprobs: got {self.max_logprobs}, must be between 0 and 1024")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"--long-prefill-token-threshold: got {self.long_prefill_token_threshold}, must be 0 or more"
+            )
+        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
+            raise ConfigError(
+                "--long-prefill-token-threshold needs chunked prefill, which is switched off"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler goes by: an EngineConfig with its defaults resolved. All values are set."""
+
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    seed: int = 0
+
+
+def flag(name: str) -> str:
+    """The command line flag of a field: ``max_num_seqs`` -> ``--max-num-seqs``."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,125 @@
+"""The data records between scheduler and executor. The scheduler emits them; nothing else decides.
+
+All row arrays are numpy, valid until the step was collected. Rows ``[:num_decode]`` have one token each whose value
+is on the device in ``tokens[slot, start]``; the other rows are prefill: their token ids are in ``token_ids``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from lmjax.types import KVSpec, SamplingParams
+
+
+@dataclass(slots=True)
+class SlotLoad:
+    """A request takes a slot: executors set the slot's sampling state from it before the step's forward.
+
+    ``history``: int32 [n], every token id known so far (prompt, and outputs after preemption), for the device's
+    token table; penalties and bad words read it. ``num_prompt_tokens`` of them are prompt.
+    ``sample_index``: which of the ``n`` choices this is. ``seed`` is always resolved here.
+    ``stop_ids``: eos (unless ignored) and stop_token_ids: masked until ``min_tokens`` tokens were generated.
+    """
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    history: np.ndarray
+    num_prompt_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    bad_words_ids: list[list[int]] | None = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    step_id: int
+    num_decode: int
+    slots: np.ndarray  # int32 [R]
+    handles: np.ndarray  # int64 [R]  the request's handle, unique for the life of the engine
+    epochs: np.ndarray  # int32 [R]  results are matched by (handle, epoch), never by slot
+    starts: (
+        np.ndarray
+    )  # int32 [R]  position of the first token = tokens whose KV is in the pool
+    lengths: np.ndarray  # int32 [R]  tokens of the row in this step
+    samples: np.ndarray  # bool [R]  the row's last token draws the next one (position start + length)
+    token_ids: np.ndarray  # int32 [sum(lengths[num_decode:])]  ids of the prefill rows, concatenated
+    # int32, as long as token_ids: the id that follows each prefill token in the prompt, -1 if the row wants no
+    # prompt log-probability there. None: no row in this step wants any.
+    target_ids: np.ndarray | None
+    patches: np.ndarray  # int32 [M, 4]  (group, slot, column, block id), to apply before the forward
+    slot_loads: list[SlotLoad] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (group, source, target block)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens at positions ``first`` .. ``first + n - 1`` of one request."""
+
+    handle: int
+    first: int
+    logprobs: np.ndarray  # float32 [n]
+    ranks: np.ndarray  # int32 [n], from 1
+    top_ids: np.ndarray  # int32 [n, max_logprobs], best first
+    top_logprobs: np.ndarray  # float32 [n, max_logprobs]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the device said. Arrays are by plan row; rows that do not sample hold token -1.
+
+    The log-probability arrays are None unless some sampling row asked for them; then they cover all rows.
+    """
+
+    token_ids: np.ndarray  # int32 [R]
+    logprobs: np.ndarray | None = None  # float32 [R]
+    ranks: np.ndarray | None = None  # int32 [R], from 1
+    top_ids: np.ndarray | None = None  # int32 [R, max_logprobs]
+    top_logprobs: np.ndarray | None = None  # float32 [R, max_logprobs]
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True, frozen=True)
+class ExecutorInfo:
+    """What the scheduler has to know of the device side. Block id 0 of every group is the null block."""
+
+    kv_specs: tuple[KVSpec, ...]
+    num_blocks: tuple[int, ...]  # per group, the null block included
+    block_size: int
+    max_num_seqs: int  # slots 0 .. max_num_seqs - 1
+    max_model_len: int
+    vocab_size: int  # rows of the embedding; a prompt id must be below it
+    max_logprobs: int
+    token_buckets: tuple[int, ...]  # ascending; a step has at most token_buckets[-1] tokens
+
+    def __post_init__(self) -> None:
+        assert len(self.kv_specs) == len(self.num_blocks)
+
+
+class Executor(Protocol):
+    """Runs plans in order. ``submit`` returns at dispatch, ``collect`` waits; at most two steps are in flight."""
+
+    info: ExecutorInfo
+
+    def submit(self, plan: StepPlan) -> Any: ...
+
+    def collect(self, in_flight: Any) -> StepResult: ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the device side: ``compiles_total``, ``padded_tokens_total``, ``device_seconds``."""
+        ...
+
+    def close(self) -> None: ...

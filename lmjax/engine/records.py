@@ -1,0 +1,106 @@
+"""What crosses between a front end and the engine's loop: msgspec structs, columns as bytes of little-endian arrays.
+
+One ``StepRecord`` a step carries everything that is new, so the cost of the channel is per step and not per token.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.types import SamplingParams
+
+
+class AddRequest(msgspec.Struct, tag="add", array_like=True):
+    """Choice ``i`` of the request has the handle ``handle + i``. ``prompt``: int32 bytes."""
+
+    handle: int
+    prompt: bytes
+    params: SamplingParams  # max_tokens resolved
+    stop_ids: tuple[int, ...] = ()  # eos (unless ignored) and stop_token_ids, deduplicated
+    bad_words_ids: list[list[int]] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival: float = 0.0  # time.monotonic(): the same clock in every process of a host
+
+
+class AbortRequest(msgspec.Struct, tag="abort", array_like=True):
+    """Handles of single choices (all of them, to abort a request)."""
+
+    handles: list[int]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
+    pass
+
+
+Inbound = AddRequest | AbortRequest | Shutdown
+
+
+class LogprobColumns(msgspec.Struct, array_like=True):
+    """Of those rows of a step that asked for log-probabilities. ``k``: columns of top_ids and top_logprobs."""
+
+    rows: bytes  # int32 [n], indices into the step's handles
+    logprobs: bytes  # float32 [n]
+    ranks: bytes  # int32 [n]
+    k: int
+    top_ids: bytes  # int32 [n, k]
+    top_logprobs: bytes  # float32 [n, k]
+
+
+class PromptLogprobColumns(msgspec.Struct, array_like=True):
+    handle: int
+    first: int  # prompt position of the first entry
+    logprobs: bytes  # float32 [n]
+    ranks: bytes  # int32 [n]
+    k: int
+    top_ids: bytes  # int32 [n, k]
+    top_logprobs: bytes  # float32 [n, k]
+
+
+class Started(msgspec.Struct, array_like=True):
+    """A request got its first slot. Sent once for each handle."""
+
+    handle: int
+    num_cached_tokens: int
+    scheduled: float  # time.monotonic()
+
+
+class Finished(msgspec.Struct, array_like=True):
+    """``reason``: stop, length, abort or error. ``stop_reason``: the stop token id, if not eos. ``message``: of an error."""
+
+    handle: int
+    reason: str
+    stop_reason: int | None = None
+    message: str | None = None
+    queue_full: bool = False
+
+
+class StepRecord(msgspec.Struct, tag="step", array_like=True):
+    handles: bytes = b""  # int64 [n]
+    token_ids: bytes = b""  # int32 [n]
+    logprobs: LogprobColumns | None = None
+    prompt_logprobs: list[PromptLogprobColumns] = []
+    started: list[Started] = []
+    finished: list[Finished] = []
+    stats: EngineStats | None = None
+
+
+class Progress(msgspec.Struct, tag="progress", array_like=True):
+    """While starting: what is being done, for logs and for /ready."""
+
+    message: str
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    info: EngineInfo
+
+
+class Dead(msgspec.Struct, tag="dead", array_like=True):
+    """The engine could not start or its loop failed; ``message`` is one line. ``config``: the settings are at fault."""
+
+    message: str
+    config: bool = False
+
+
+Outbound = StepRecord | Progress | Ready | Dead

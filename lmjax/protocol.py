@@ -1,0 +1,93 @@
+"""What a front end (HTTP server, batch runner) knows of an engine. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lmjax.types import RequestUpdate, SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class EngineInfo:
+    """Fixed facts of a ready engine."""
+
+    model: str  # path or name as given
+    model_type: str
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    block_size: int
+    num_kv_blocks: int  # usable blocks of the smallest group
+    max_num_seqs: int
+    dtype: str
+    platform: str  # "cpu", "gpu"
+    device_count: int
+    eos_token_ids: tuple[int, ...] = ()
+    # the model's own sampling defaults (generation_config.json), names as in SamplingParams
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot; counters are totals since the start of the engine."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0  # 0-1, blocks in use (cached free ones are free)
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    scheduled_tokens: int = 0
+    padded_tokens: int = 0
+    compiles: int = 0  # after ready
+    step_host_seconds: float = 0.0
+    step_device_seconds: float = 0.0
+    iteration_tokens: list[int] = field(default_factory=list)  # scheduled tokens of each step since the last snapshot
+
+
+class EngineClient(Protocol):
+    """Implemented by ``lmjax.engine.async_engine.AsyncEngine`` and by tests' fakes."""
+
+    info: EngineInfo
+    tokenizer: Any  # lmjax.text.tokenizer.Tokenizer
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """The prompt (truncated if asked) and the parameters with ``max_tokens`` and bad words resolved.
+
+        Raises ``ParameterError`` naming the field: ids outside the vocabulary, empty prompt, prompt + max_tokens
+        over the context, logprobs over ``max_logprobs``, ...
+        """
+        ...
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestUpdate]:
+        """Validates at the call, then yields updates; closing the iterator aborts the request.
+
+        Updates that the reader has not taken are merged into one. Raises ``QueueFullError`` and
+        ``EngineDeadError`` from the iterator.
+        """
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine is dead, or None."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,287 @@
+"""What crosses every layer: sampling parameters, outputs, KV group specs. Standard library only.
+
+Shape letters used in the whole repository: ``T`` tokens, ``S`` sequences (rows), ``P`` blocks per sequence,
+``B`` block size, ``N`` query heads, ``K`` KV heads, ``H`` head dim, ``D`` model, ``F`` ffn, ``V`` vocabulary,
+``E`` experts, ``L`` layers, ``G`` KV groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+# Limits of the request fields whose state has a fixed shape on the device (see lmjax/sampling/).
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 16
+SEED_RANGE = (-(2**63), 2**64 - 1)
+
+
+class ParameterError(ValueError):
+    """A request parameter is out of range. ``field`` names it; the message has the value and what is allowed."""
+
+    def __init__(self, field_name: str, message: str):
+        super().__init__(f"{field_name}: {message}")
+        self.field = field_name
+
+
+class QueueFullError(RuntimeError):
+    """The waiting queue is at its cap (HTTP 429). ``retry_after`` is in seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDeadError(RuntimeError):
+    """The engine (process) has died or is shutting down: no request can go on."""
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request samples. Every field is applied; a wrong value raises ``ParameterError`` at construction.
+
+    Log-probabilities are raw (of the model's own distribution, before temperature, bias, penalties and filters).
+    ``logprobs=k`` asks for the chosen token and the ``k`` most likely ones; ``None`` for none.
+    ``seed=None``: one is drawn when the request is admitted and kept, so preemption never changes the answer.
+    ``bad_words``: strings; tokenized by the engine's front (``bad_words_ids`` carries the result to the engine).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: up to the context length
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # keep the last k prompt tokens; -1: as many as fit
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", [self.stop])
+        for name in ("stop", "stop_token_ids"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, [])
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        def integer(name: str, low: int, high: float = math.inf, none: bool = False) -> None:
+            value = getattr(self, name)
+            if none and value is None:
+                return
+            if not _is_int(value) or not low <= value <= high:
+                top = "" if high == math.inf else f" and at most {high}"
+                raise ParameterError(name, f"got {value!r}, must be an integer of at least {low}{top}")
+
+        def number(name: str, low: float, high: float, open_low: bool = False) -> None:
+            value = getattr(self, name)
+            if not _is_number(value) or not low <= value <= high or (open_low and value == low):
+                bracket = "(" if open_low else "["
+                raise ParameterError(name, f"got {value!r}, must be a number in {bracket}{low}, {high}]")
+
+        integer("n", 1, MAX_N)
+        number("temperature", 0.0, 1e6)
+        number("top_p", 0.0, 1.0, open_low=True)
+        integer("top_k", -1)
+        number("min_p", 0.0, 1.0)
+        integer("seed", *SEED_RANGE, none=True)
+        number("presence_penalty", -2.0, 2.0)
+        number("frequency_penalty", -2.0, 2.0)
+        number("repetition_penalty", 0.0, 1e6, open_low=True)
+        integer("max_tokens", 1, none=True)
+        integer("min_tokens", 0)
+        integer("logprobs", 0, none=True)
+        integer("prompt_logprobs", 0, none=True)
+        integer("truncate_prompt_tokens", -1, none=True)
+        if self.truncate_prompt_tokens == 0:
+            raise ParameterError("truncate_prompt_tokens", "got 0, must be -1 or at least 1")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", f"got {self.min_tokens}, must be at most max_tokens ({self.max_tokens})")
+        flags = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
+        for name in flags:
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(name, f"got {getattr(self, name)!r}, must be true or false")
+
+    def _check_lists(self) -> None:
+        def ids(name: str, values: Any) -> None:
+            if not isinstance(values, list) or not all(_is_int(v) and v >= 0 for v in values):
+                raise ParameterError(name, "must be a list of non-negative token ids")
+
+        ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ParameterError("allowed_token_ids", "got [], must hold at least one token id")
+        self._check_strings("stop", self.stop, MAX_STOP_STRINGS)
+        self._check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise ParameterError("logit_bias", "must be a map from token id to a number in [-100, 100]")
+            if len(self.logit_bias) > MAX_LOGIT_BIAS:
+                raise ParameterError(
+                    "logit_bias", f"got {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed"
+                )
+            for key, value in self.logit_bias.items():
+                if not _is_int(key) or key < 0 or not _is_number(value) or not -100 <= value <= 100:
+                    raise ParameterError(
+                        "logit_bias", f"got {key!r}: {value!r}, must map token ids to numbers in [-100, 100]"
+                    )
+
+    @staticmethod
+    def _check_strings(name: str, values: Any, most: int) -> None:
+        if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
+            raise ParameterError(name, "must be a list of non-empty strings")
+        if len(values) > most:
+            raise ParameterError(name, f"got {len(values)} strings, at most {most} are allowed")
+        longest = max((len(v) for v in values), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise ParameterError(name, f"got a string of {longest} characters, at most {MAX_STOP_CHARS} are allowed")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(slots=True, frozen=True)
+class KVSpec:
+    """One KV group: layers that share a block table. Sizes in elements; ``window`` in tokens for kind ``window``.
+
+    A token at position p of a window group sees positions p - window + 1 .. p.
+    """
+
+    kind: Literal["full", "window"]
+    layers: tuple[int, ...]
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str = "float32"
+    window: int | None = None
+
+    def bytes_per_token(self) -> int:
+        size = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return len(self.layers) * self.kv_heads * (self.k_dim + self.v_dim) * size
+
+
+@dataclass(slots=True, frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one position: the token itself (rank from 1) and the most likely ones, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new for one choice of a request since the last update. ``text`` may lag behind ``token_ids``
+    (incomplete UTF-8, a possible stop string) and catches up at the latest with ``finish_reason``."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def merge(self, other: Delta) -> None:
+        """Append a later delta of the same choice (a slow reader gets one merged delta)."""
+        self.text += other.text
+        self.token_ids.extend(other.token_ids)
+        if other.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + other.logprobs
+        self.finish_reason = other.finish_reason
+        self.stop_reason = other.stop_reason
+
+
+@dataclass(slots=True)
+class RequestUpdate:
+    """One item of the stream that ``generate`` yields. ``finished`` is true once, in the last item.
+
+    ``prompt_logprobs``: entry 0 is ``None``, then one entry a prompt token; given once, when complete.
+    ``error``: a message; the request ended without an answer (then ``finished`` is true).
+    """
+
+    request_id: str
+    deltas: list[Delta]
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finished: bool = False
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds of time.monotonic(); zero = has not happened."""
+
+    arrival: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class Logprob:
+    """As in vLLM: an entry of the ``{token id: Logprob}`` maps of ``RequestOutput``."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    metrics: RequestMetrics | None = None
