@@ -57,9 +57,7 @@ class EngineConfig:
     max_num_queued_reqs: int | None = _opt(None, "most waiting requests; more get 429")
     max_num_queued_tokens: int | None = _opt(None, "most prompt tokens waiting; more get 429")
     # programs
-    compilation_cache_dir: str | None = _opt(
-        None, "persistent compile cache (default: under LMJAX_CACHE or ~/.cache)"
-    )
+    compilation_cache_dir: str | None = _opt(None, "persistent compile cache (default: under LMJAX_CACHE or ~/.cache)")
     require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")
     max_logprobs: int = _opt(20, "most log-probabilities a request may ask for")
 
@@ -91,9 +89,7 @@ class EngineConfig:
                 f"--long-prefill-token-threshold: got {self.long_prefill_token_threshold}, must be 0 or more"
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
-            raise ConfigError(
-                "--long-prefill-token-threshold needs chunked prefill, which is switched off"
-            )
+            raise ConfigError("--long-prefill-token-threshold needs chunked prefill, which is switched off")
         return self
 
 

@@ -41,9 +41,7 @@ class StepPlan:
     slots: np.ndarray  # int32 [R]
     handles: np.ndarray  # int64 [R]  the request's handle, unique for the life of the engine
     epochs: np.ndarray  # int32 [R]  results are matched by (handle, epoch), never by slot
-    starts: (
-        np.ndarray
-    )  # int32 [R]  position of the first token = tokens whose KV is in the pool
+    starts: np.ndarray  # int32 [R]  position of the first token = tokens whose KV is in the pool
     lengths: np.ndarray  # int32 [R]  tokens of the row in this step
     samples: np.ndarray  # bool [R]  the row's last token draws the next one (position start + length)
     token_ids: np.ndarray  # int32 [sum(lengths[num_decode:])]  ids of the prefill rows, concatenated
@@ -52,9 +50,7 @@ class StepPlan:
     target_ids: np.ndarray | None
     patches: np.ndarray  # int32 [M, 4]  (group, slot, column, block id), to apply before the forward
     slot_loads: list[SlotLoad] = field(default_factory=list)
-    copies: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  # (group, source, target block)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, target block)
 
     @property
     def num_rows(self) -> int:
