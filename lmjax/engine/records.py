@@ -67,7 +67,7 @@ class Started(msgspec.Struct, array_like=True):
 
 
 class Finished(msgspec.Struct, array_like=True):
-    """``reason``: stop, length, abort or error. ``stop_reason``: the stop token, if not eos. ``message``: of an error."""
+    """``reason``: stop, length, abort or error. ``stop_reason``: the stop token, if not eos."""
 
     handle: int
     reason: str
