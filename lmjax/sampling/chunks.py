@@ -1,0 +1,71 @@
+"""Two-level reductions over the vocabulary in global chunks, on the feature-major form [V, S].
+
+Everything works per column, so a row never sees its neighbours. Chunks are global (token id // CHUNK): the result of
+a draw does not depend on how the vocabulary is padded or sharded.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 128  # of the inverse CDF and the argmax
+TOP_CHUNK = 16  # of the two-stage top-k: about sqrt(V / k) touches the fewest values
+
+
+def to_chunks(x: jax.Array, size: int) -> jax.Array:
+    """[V, S] -> [C, size, S], filled up with -inf."""
+    vocab, num_rows = x.shape
+    padding = -vocab % size
+    if padding:
+        x = jnp.pad(x, ((0, padding), (0, 0)), constant_values=-jnp.inf)
+    return x.reshape(-1, size, num_rows)
+
+
+def take_chunk(chunked: jax.Array, index: jax.Array) -> jax.Array:
+    """[C, size, S], one chunk index a row [S] -> [S, size]."""
+    row = jnp.arange(chunked.shape[2], dtype=jnp.int32)
+    return chunked.at[index, :, row].get(mode="promise_in_bounds")
+
+
+def best_token(chunked: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest value and its first token id, each [S] (equal to max and argmax over the vocabulary)."""
+    maxima = chunked.max(axis=1)
+    chunk = jnp.argmax(maxima, axis=0).astype(jnp.int32)
+    inside = jnp.argmax(take_chunk(chunked, chunk), axis=1).astype(jnp.int32)
+    return maxima.max(axis=0), chunk * jnp.int32(chunked.shape[1]) + inside
+
+
+def top_values(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The ``k`` largest of each column of [V, S], best first, equal ones by ascending id: values, ids [S, k].
+
+    Exact in two stages: an element of the top k lies in one of the k chunks with the largest maxima, because each
+    chunk that comes before holds an element that comes before.
+    """
+    vocab, num_rows = x.shape
+    assert k <= vocab
+    if k == 0:
+        return jnp.zeros((num_rows, 0), x.dtype), jnp.zeros((num_rows, 0), jnp.int32)
+    chunked = to_chunks(x, TOP_CHUNK)
+    num_chunks = min(k, chunked.shape[0])
+    _, chunk_ids = lax.top_k(chunked.max(axis=1).T, num_chunks)
+    chunk_ids = jnp.sort(chunk_ids, axis=1)  # top_k prefers the first of equal values: keep the order of ids
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    values = chunked.at[chunk_ids, :, row].get(mode="promise_in_bounds")  # [S, num_chunks, size]
+    ids = chunk_ids[:, :, None] * jnp.int32(TOP_CHUNK) + jnp.arange(TOP_CHUNK, dtype=jnp.int32)[None, None, :]
+    top, where = lax.top_k(values.reshape(num_rows, -1), k)
+    return top, jnp.take_along_axis(ids.reshape(num_rows, -1), where, axis=1, mode="promise_in_bounds")
+
+
+def first_above(cumulative: jax.Array, weights: jax.Array, target: jax.Array, axis: int) -> jax.Array:
+    """First index with cumulative > target among those with weight > 0; else the last with weight; -1 if none has.
+
+    A scan's sums may be off by rounding and not even be monotone, so the weight itself has the last word: an entry
+    of weight 0 is never chosen. ``target`` has the reduced shape.
+    """
+    target = jnp.expand_dims(target, axis)
+    hit = (cumulative > target) & (weights > 0)
+    index = lax.broadcasted_iota(jnp.int32, weights.shape, axis)
+    last = jnp.where(weights > 0, index, jnp.int32(-1)).max(axis=axis)
+    return jnp.where(hit.any(axis=axis), jnp.argmax(hit, axis=axis).astype(jnp.int32), last)

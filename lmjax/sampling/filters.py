@@ -1,0 +1,104 @@
+"""min-p, top-k and top-p as one threshold a row on the logits: a token stays if its logit is at least that.
+
+Thresholds keep every token that ties with the last one kept. Usually all of it can be read off the largest
+``num_candidates`` logits; rows where it can't (top_k beyond them, or too little mass in them) are solved by bisection
+on the bits of the threshold, 32 passes over the vocabulary that run only if some row needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lmjax.sampling.chunks import top_values
+from lmjax.sampling.rows import Rows
+
+NUM_CANDIDATES = 256
+
+
+def weights_of(scores: jax.Array, best: jax.Array, inv_temperature: jax.Array) -> jax.Array:
+    """exp((scores - best) / temperature); the difference comes first so that tiny temperatures can't overflow."""
+    return jnp.exp((scores - best) * inv_temperature)
+
+
+def _to_key(x: jax.Array) -> jax.Array:
+    """float32 -> int32 of the same order."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ ((bits >> jnp.int32(31)) & jnp.int32(0x7FFFFFFF))
+
+
+def _from_key(key: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(key ^ ((key >> jnp.int32(31)) & jnp.int32(0x7FFFFFFF)), jnp.float32)
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], best: jax.Array) -> jax.Array:
+    """The largest float32 threshold [S] for which ``holds`` (true at -inf, monotone), at most ``best``."""
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> jnp.int32(1))  # the mean without overflow
+        ok = holds(_from_key(middle))
+        return jnp.where(ok, middle, low), jnp.where(ok, high, middle)
+
+    low = _to_key(jnp.full_like(best, -jnp.inf))
+    low, _ = lax.fori_loop(0, 32, halve, (low, _to_key(best) + jnp.int32(1)))
+    return jnp.minimum(_from_key(low), best)
+
+
+def _top_k(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array) -> jax.Array:
+    """The k-th largest logit [S]; -inf where top_k is off."""
+    num_candidates = candidates.shape[1]
+    used = (rows.top_k > 0) & (rows.top_k < scores.shape[0])
+    index = jnp.clip(rows.top_k - jnp.int32(1), 0, num_candidates - 1)
+    exact = jnp.take_along_axis(candidates, index[:, None], axis=1, mode="promise_in_bounds")[:, 0]
+    beyond = used & (rows.top_k > num_candidates)
+
+    def bisect() -> jax.Array:
+        def enough(threshold: jax.Array) -> jax.Array:
+            return (scores >= threshold[None, :]).sum(axis=0, dtype=jnp.int32) >= rows.top_k
+
+        return jnp.where(beyond, _largest(enough, best), exact)
+
+    kth = lax.cond(beyond.any(), bisect, lambda: exact)
+    return jnp.where(used, kth, -jnp.inf)
+
+
+def _top_p(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array, kept: jax.Array) -> jax.Array:
+    """The last logit of the smallest set of the tokens >= ``kept`` [S] that has the mass top_p; -inf where off."""
+    used = rows.top_p < 1.0
+    weights = weights_of(scores, best[None, :], rows.inv_temperature[None, :])
+    weights = jnp.where(scores >= kept[None, :], weights, jnp.float32(0))
+    mass = rows.top_p * weights.sum(axis=0)
+    inside = weights_of(candidates, best[:, None], rows.inv_temperature[:, None])
+    inside = jnp.where(candidates >= kept[:, None], inside, jnp.float32(0))
+    reached = jnp.cumsum(inside, axis=1) >= mass[:, None]
+    index = jnp.argmax(reached, axis=1).astype(jnp.int32)
+    exact = jnp.take_along_axis(candidates, index[:, None], axis=1, mode="promise_in_bounds")[:, 0]
+    exact = jnp.where(reached.any(axis=1), exact, -jnp.inf)
+    complete = (candidates[:, -1] < kept) | (candidates.shape[1] >= scores.shape[0])  # all that is kept is in there
+    beyond = used & ~reached.any(axis=1) & ~complete
+
+    def bisect() -> jax.Array:
+        def enough(threshold: jax.Array) -> jax.Array:
+            return jnp.where(scores >= threshold[None, :], weights, jnp.float32(0)).sum(axis=0) >= mass
+
+        return jnp.where(beyond, _largest(enough, best), exact)
+
+    return jnp.where(used, lax.cond(beyond.any(), bisect, lambda: exact), -jnp.inf)
+
+
+def thresholds(scores: jax.Array, best: jax.Array, rows: Rows, num_candidates: int = NUM_CANDIDATES) -> jax.Array:
+    """The smallest logit that may be drawn, float32 [S], in the order min-p, top-k, top-p (top-p is taken over what
+    the first two left). ``scores`` [V, S] processed logits, ``best`` [S] their maxima, finite."""
+
+    def lists() -> jax.Array:
+        kept = best + rows.min_p_gap
+        candidates, _ = top_values(scores, min(num_candidates, scores.shape[0]))
+        kept = jnp.maximum(kept, _top_k(scores, best, rows, candidates))
+        return jnp.maximum(kept, _top_p(scores, best, rows, candidates, kept))
+
+    uses_list = ((rows.top_k > 0) | (rows.top_p < 1.0)).any()
+    return jnp.minimum(lax.cond(uses_list, lists, lambda: best + rows.min_p_gap), best)

@@ -1,0 +1,39 @@
+"""Raw log-probabilities: the log-softmax of the model's untouched logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lmjax.sampling.chunks import top_values
+
+
+class Logprobs(NamedTuple):
+    logprobs: jax.Array  # float32 [n]
+    ranks: jax.Array  # int32 [n], from 1
+    top_ids: jax.Array  # int32 [n, k], best first
+    top_logprobs: jax.Array  # float32 [n, k]
+
+
+def target_logprobs(logits: jax.Array, targets: jax.Array, k: int) -> Logprobs:
+    """Log-probability and rank of ``targets`` int32 [n] in ``logits`` float32 [V, n], and the ``k`` best tokens.
+
+    The rank is 1 + the number of tokens with a strictly larger logit. Targets outside the vocabulary (padding rows)
+    are clipped. Where k > V, the surplus columns hold id -1 and -inf.
+    """
+    vocab, num_rows = logits.shape
+    best = logits.max(axis=0)
+    log_total = best + jnp.log(jnp.exp(logits - best[None, :]).sum(axis=0))
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    chosen = logits.at[jnp.clip(targets, 0, vocab - 1), row].get(mode="promise_in_bounds")
+    ranks = (logits > chosen[None, :]).sum(axis=0, dtype=jnp.int32) + jnp.int32(1)
+    values, ids = top_values(logits, min(k, vocab))
+    surplus = ((0, 0), (0, k - values.shape[1]))
+    return Logprobs(
+        logprobs=chosen - log_total,
+        ranks=ranks,
+        top_ids=jnp.pad(ids, surplus, constant_values=-1),
+        top_logprobs=jnp.pad(values - log_total[:, None], surplus, constant_values=-jnp.inf),
+    )

@@ -1,0 +1,102 @@
+"""From the logits of one step to one token a row (see docs/sampling.md)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lmjax.sampling.chunks import CHUNK, best_token, first_above, take_chunk, to_chunks
+from lmjax.sampling.filters import NUM_CANDIDATES, thresholds, weights_of
+from lmjax.sampling.logprobs import target_logprobs
+from lmjax.sampling.params import FILTERED, FLAG_GREEDY, FULL, GREEDY
+from lmjax.sampling.processors import process
+from lmjax.sampling.rows import Rows, uniform, unpack_rows
+
+
+class SampleOut(NamedTuple):
+    """The log-probability fields are None where ``max_logprobs`` is 0."""
+
+    token_ids: jax.Array  # int32 [S]
+    logprobs: jax.Array | None = None  # float32 [S]
+    ranks: jax.Array | None = None  # int32 [S], from 1
+    top_ids: jax.Array | None = None  # int32 [S, max_logprobs], best first
+    top_logprobs: jax.Array | None = None  # float32 [S, max_logprobs]
+
+
+def _draw(
+    chunked: jax.Array, best: jax.Array, inv_temperature: jax.Array, threshold: jax.Array | None, u: jax.Array
+) -> jax.Array:
+    """Two-level inverse CDF: the token ids [S] at ``u`` [S] of the total weight, or negative if nothing has weight.
+
+    ``chunked`` [C, CHUNK, S] processed logits, ``best`` [S] their maxima, ``threshold`` [S] the smallest logit that
+    may be drawn. Sums of chunks first, then only inside the chosen chunk: no scan over the vocabulary.
+    """
+
+    def weigh(scores: jax.Array, expand) -> jax.Array:
+        weights = weights_of(scores, expand(best), expand(inv_temperature))
+        return weights if threshold is None else jnp.where(scores >= expand(threshold), weights, jnp.float32(0))
+
+    sums = weigh(chunked, lambda a: a[None, None, :]).sum(axis=1)  # [C, S]
+    cumulative = jnp.cumsum(sums, axis=0)
+    target = u * cumulative[-1]
+    chunk = first_above(cumulative, sums, target, axis=0)
+    found = jnp.maximum(chunk, jnp.int32(0))
+    before = jnp.take_along_axis(cumulative, jnp.maximum(found - jnp.int32(1), jnp.int32(0))[None, :], axis=0)[0]
+    rest = target - jnp.where(found > 0, before, jnp.float32(0))
+    inside = weigh(take_chunk(chunked, found), lambda a: a[:, None])  # [S, CHUNK]
+    offset = first_above(jnp.cumsum(inside, axis=1), inside, rest, axis=1)
+    return jnp.where((chunk < 0) | (offset < 0), jnp.int32(-1), found * jnp.int32(CHUNK) + offset)
+
+
+def _choose(
+    logits: jax.Array, scores: jax.Array, rows: Rows, positions: jax.Array, level: int, num_candidates: int
+) -> jax.Array:
+    """Token ids [S] from the processed logits ``scores`` [V, S]."""
+    chunked = to_chunks(scores, CHUNK)
+    best, token = best_token(chunked)
+    if level == FULL:
+        # Everything is masked: the model's own best token, so that the answer is always a valid id.
+        nothing = best == -jnp.inf
+        token = jnp.where(nothing, best_token(to_chunks(logits, CHUNK))[1], token)
+        best = jnp.where(nothing, jnp.float32(0), best)
+    threshold = thresholds(scores, best, rows, num_candidates) if level >= FILTERED else None
+    drawn = _draw(chunked, best, rows.inv_temperature, threshold, uniform(rows, positions))
+    return jnp.where(rows.has(FLAG_GREEDY) | (drawn < 0), token, drawn)
+
+
+def sample(
+    logits: jax.Array,
+    params: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    tokens: jax.Array,
+    state: jax.Array,
+    *,
+    level: int,
+    max_logprobs: int,
+    num_candidates: int = NUM_CANDIDATES,
+) -> SampleOut:
+    """Draw one token a row.
+
+    Args:
+      logits: float32 [V, S], finite or -inf.
+      params: int32 [S, NUM_PARAMS], rows of ``params.encode_params``.
+      slots: int32 [S], each row's line in ``tokens`` and ``state``.
+      positions: int32 [S], the position of the token to draw = the number of tokens before it.
+      tokens: int32 [slots + 1, L], all token ids so far (read at level 3 only).
+      state: int32 [slots + 1, state_row_size(V)], rows of ``params.encode_state`` (read at level 3 only).
+      level: static; at least ``params.feature_level`` of every row. A higher one draws the same tokens.
+      max_logprobs: static; 0 for no log-probabilities, else how many of the most likely tokens come with them.
+      num_candidates: static; how many of the largest logits the filters look at before they bisect.
+    """
+    if level == GREEDY:
+        _, token_ids = best_token(to_chunks(logits, CHUNK))
+    else:
+        rows = unpack_rows(params)
+        scores = process(logits, rows, slots, positions, tokens, state) if level == FULL else logits
+        token_ids = _choose(logits, scores, rows, positions, level, num_candidates)
+    if max_logprobs == 0:
+        return SampleOut(token_ids)
+    return SampleOut(token_ids, *target_logprobs(logits, token_ids, max_logprobs))
