@@ -1,0 +1,141 @@
+"""One decoder for every family: a pure function of parameters, KV pools and a ragged batch, driven by a spec.
+
+Activations are feature-major, ``[features, T]``. Layers are unrolled: a scan over stacked layers copies weights and
+KV on every step.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lmjax.models.params import AttentionParams, DecoderParams, LayerParams, abstract_params, init_params
+from lmjax.models.rope import inverse_frequencies
+from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec
+from lmjax.nn.batch import Batch
+from lmjax.nn.linear import linear, matmul
+from lmjax.nn.mlp import gated_mlp
+from lmjax.nn.norm import rms_norm
+from lmjax.nn.rope import apply_rope, rope_tables
+from lmjax.types import KVSpec
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import paged_attention
+
+__all__ = ["abstract_params", "forward", "init_params", "kv_specs", "logits", "pool_shape"]
+
+Pools = tuple[jax.Array, ...]  # one a KV group, [layers, 2, blocks, K, B, H]
+
+
+def kv_specs(spec: DecoderSpec, dtype: str) -> tuple[KVSpec, ...]:
+    """The KV groups, in the order of ``AttentionSpec.group``; dtype is that of the pools."""
+    groups: dict[int, list[int]] = {}
+    for i, layer in enumerate(spec.layers):
+        groups.setdefault(layer.attention.group, []).append(i)
+    out = []
+    for group in range(len(groups)):
+        a = spec.layers[groups[group][0]].attention
+        out.append(
+            KVSpec(
+                kind="full" if a.window is None else "window",
+                layers=tuple(groups[group]),
+                kv_heads=a.kv_heads,
+                k_dim=a.head_dim,
+                v_dim=a.head_dim,
+                dtype=dtype,
+                window=a.window,
+            )
+        )
+    return tuple(out)
+
+
+def pool_shape(kv_spec: KVSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """[L, 2, blocks, K, B, H] of one KV group's pool; ``num_blocks`` includes the null block 0."""
+    return (len(kv_spec.layers), 2, num_blocks, kv_spec.kv_heads, block_size, kv_spec.k_dim)
+
+
+def forward(params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch) -> tuple[jax.Array, Pools]:
+    """Hidden states after the final norm [D, T] (in the parameters' dtype) and the pools with the step's KV written.
+
+    Donate the pools: they are then updated in place. Hidden states of padding tokens are finite and mean nothing.
+    """
+    x = params.embed[batch.token_ids].T
+    rope = rope_tables(inverse_frequencies(spec.rope), spec.rope.attention_factor, batch.positions)
+    block_size = pools[0].shape[4]
+    targets = _write_targets(batch, block_size)
+    state = list(pools)
+    for layer, weights in zip(spec.layers, params.layers, strict=True):
+        group = layer.attention.group
+        x, state[group] = _layer(weights, layer, spec.norm_eps, x, state[group], rope, batch, targets[group])
+    return rms_norm(x, params.norm, spec.norm_eps), tuple(state)
+
+
+def logits(params: DecoderParams, spec: DecoderSpec, hidden: jax.Array) -> jax.Array:
+    """hidden [D, S] (columns of ``forward``'s first result) -> float32 [V, S]."""
+    return matmul(params.embed if spec.tie_embeddings else params.head, hidden)
+
+
+def _write_targets(batch: Batch, block_size: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Per KV group (block id, offset in it), int32 [T] each, of every token; padding goes to the null block."""
+    real = jnp.arange(batch.token_ids.shape[0], dtype=jnp.int32) < batch.num_tokens
+    column, offset = batch.positions // block_size, batch.positions % block_size
+    tables = [batch.block_tables[g] for g in range(batch.block_tables.shape[0])]
+    return [(jnp.where(real, table[batch.token_rows, column], 0), offset) for table in tables]
+
+
+def _layer(
+    p: LayerParams,
+    layer: LayerSpec,
+    eps: float,
+    x: jax.Array,
+    pool: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    batch: Batch,
+    target: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    o, pool = _attention(p.attn, layer.attention, eps, rms_norm(x, p.attn.norm, eps), pool, rope, batch, target)
+    x = x + o
+    h = rms_norm(x, p.mlp.norm, eps)
+    return x + gated_mlp(p.mlp.gate_up, p.mlp.down, h, layer.mlp.activation), pool
+
+
+def _attention(
+    p: AttentionParams,
+    a: AttentionSpec,
+    eps: float,
+    x: jax.Array,
+    pool: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    batch: Batch,
+    target: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
+    tokens = x.shape[-1]
+    qkv = linear(p.qkv, x)  # [K, G + 2, H, T]
+    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
+    if p.q_norm is not None:
+        q, k = rms_norm(q, p.q_norm, eps), rms_norm(k, p.k_norm, eps)
+    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    q = q.reshape(a.heads, a.head_dim, tokens).transpose(2, 0, 1)  # [T, N, H]
+    k, v = k.transpose(2, 0, 1), v.transpose(2, 0, 1)  # [T, K, H]
+    pool = kv_write(pool, k, v, layer=a.index, block_ids=target[0], offsets=target[1])
+    o = paged_attention(
+        q,
+        pool,
+        layer=a.index,
+        block_tables=batch.block_tables[a.group],
+        token_rows=batch.token_rows,
+        positions=batch.positions,
+        query_starts=batch.query_starts,
+        query_lens=batch.query_lens,
+        context_lens=batch.context_lens,
+        num_decode=batch.num_decode,
+        num_rows=batch.num_rows,
+        num_tokens=batch.num_tokens,
+        scale=a.scale,
+        window=a.window,
+    )
+    # The next layer's write has to wait for this read. Without it XLA:CPU cannot update the one-array pool in place
+    # and copies all of it several times a step.
+    o, pool = lax.optimization_barrier((o, pool))
+    return linear(p.o, o.reshape(tokens, a.heads * a.head_dim).T), pool

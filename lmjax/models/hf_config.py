@@ -1,0 +1,70 @@
+"""Reading a config.json: every wrong value is a ValueError that names the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+REQUIRED: Any = object()
+
+
+class HfConfig:
+    """A JSON object with typed getters. A value of null counts as absent, as it does in transformers."""
+
+    def __init__(self, values: dict[str, Any], prefix: str = ""):
+        if not isinstance(values, dict):
+            raise ValueError(f"{prefix.rstrip('.') or 'config'}: got {values!r}, must be a JSON object")
+        self.values, self.prefix = values, prefix
+
+    def error(self, name: str, value: Any, allowed: str) -> ValueError:
+        return ValueError(f"{self.prefix}{name}: got {value!r}, must be {allowed}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def _typed(self, name: str, default: Any, kinds: type | tuple[type, ...], allowed: str) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            if default is REQUIRED:
+                raise ValueError(f"{self.prefix}{name}: missing, must be {allowed}")
+            return default
+        # JSON's true is an int to Python
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise self.error(name, value, allowed)
+        return value
+
+    def integer(self, name: str, default: Any = REQUIRED) -> Any:
+        value = self._typed(name, default, int, "an integer of at least 1")
+        if value is not None and value < 1:
+            raise self.error(name, value, "an integer of at least 1")
+        return value
+
+    def number(self, name: str, default: Any = REQUIRED, low: float | None = None) -> Any:
+        value = self._typed(name, default, (int, float), "a number")
+        if low is not None and value is not None and value < low:
+            raise self.error(name, value, f"at least {low}")
+        return value if value is None else float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        return self._typed(name, default, bool, "true or false")
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        value = self._typed(name, REQUIRED, list, "a list of numbers")
+        if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in value):
+            raise self.error(name, value, "a list of numbers")
+        return tuple(float(v) for v in value)
+
+    def choice(self, name: str, default: Any, known: dict[str, Any]) -> Any:
+        """The entry of ``known`` that the field names."""
+        value = self.get(name, default)
+        if not isinstance(value, str) or value not in known:
+            raise self.error(name, value, f"one of {', '.join(known)}")
+        return known[value]
+
+    def check_keys(self, known: set[str], required: set[str]) -> None:
+        for name in self.values:
+            if name not in known:
+                raise ValueError(f"{self.prefix}{name}: unknown, allowed are {', '.join(sorted(known))}")
+        for name in sorted(required):
+            if self.values.get(name) is None:
+                raise ValueError(f"{self.prefix}{name}: missing")

@@ -1,0 +1,141 @@
+"""The parameter tree of a decoder, and what is known of each parameter without its values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from lmjax.models.spec import AttentionSpec, DecoderSpec, MlpSpec
+from lmjax.nn.weight import Dense
+
+
+@struct.dataclass
+class AttentionParams:
+    norm: Any  # [D]
+    # One matrix, by KV head: its G = N / K query heads, then its key head, then its value head. So the KV-head axis
+    # can be sharded and every shard holds whole heads.
+    qkv: Dense  # [K, G + 2, H, D]
+    o: Dense  # [D, N * H]
+    q_norm: Any = None  # [H]
+    k_norm: Any = None  # [H]
+
+
+@struct.dataclass
+class MlpParams:
+    norm: Any  # [D]
+    gate_up: Dense  # [2, F, D]
+    down: Dense  # [D, F]
+
+
+@struct.dataclass
+class LayerParams:
+    attn: AttentionParams
+    mlp: MlpParams
+
+
+@struct.dataclass
+class DecoderParams:
+    embed: Any  # [V, D]
+    layers: tuple[LayerParams, ...]
+    norm: Any  # [D]
+    head: Any = None  # [V, D]; None: tied to embed
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: shape, the logical name of each axis (for sharding), how dummy values are made."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Literal["normal", "ones", "zeros"] = "normal"
+
+    @property
+    def fan_in(self) -> int:
+        return self.shape[-1]
+
+
+def param_specs(spec: DecoderSpec) -> DecoderParams:
+    """The tree with a ``ParamSpec`` at every leaf."""
+    d, v = spec.hidden, spec.vocab
+    return DecoderParams(
+        embed=ParamSpec((v, d), ("vocab", "embed")),
+        layers=tuple(LayerParams(attn=_attention(layer.attention, d), mlp=_mlp(layer.mlp, d)) for layer in spec.layers),
+        norm=ParamSpec((d,), ("embed",), "ones"),
+        head=None if spec.tie_embeddings else ParamSpec((v, d), ("vocab", "embed")),
+    )
+
+
+def _attention(a: AttentionSpec, d: int) -> AttentionParams:
+    qkv = (a.kv_heads, a.heads // a.kv_heads + 2, a.head_dim)
+    qkv_axes = ("kv_heads", None, None)
+    head_norm = ParamSpec((a.head_dim,), (None,), "ones") if a.qk_norm else None
+    return AttentionParams(
+        norm=ParamSpec((d,), ("embed",), "ones"),
+        qkv=_dense(qkv, d, qkv_axes, "embed", a.qkv_bias),
+        o=_dense((d,), a.heads * a.head_dim, ("embed",), "heads", a.o_bias),
+        q_norm=head_norm,
+        k_norm=head_norm,
+    )
+
+
+def _mlp(m: MlpSpec, d: int) -> MlpParams:
+    return MlpParams(
+        norm=ParamSpec((d,), ("embed",), "ones"),
+        gate_up=_dense((2, m.ffn), d, (None, "ffn"), "embed", m.bias),
+        down=_dense((d,), m.ffn, ("embed",), "ffn", m.bias),
+    )
+
+
+def _dense(out: tuple[int, ...], fan_in: int, out_axes: tuple[str | None, ...], in_axis: str, bias: bool) -> Dense:
+    weight: Any = ParamSpec((*out, fan_in), (*out_axes, in_axis))
+    return Dense(weight, ParamSpec(out, out_axes, "zeros") if bias else None)  # type: ignore[arg-type]
+
+
+def abstract_params(spec: DecoderSpec, dtype: str) -> DecoderParams:
+    """The tree with a ``jax.ShapeDtypeStruct`` at every leaf; dtype: ``float32``, ``bfloat16`` or ``float16``."""
+    kind = jnp.dtype(dtype)
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, kind), param_specs(spec))
+
+
+def init_params(spec: DecoderSpec, dtype: str, seed: int = 0) -> DecoderParams:
+    """Dummy weights as numpy-backed jax arrays: normal with deviation fan_in ** -0.5, norms 1, biases 0.
+
+    Each parameter draws from (seed, its name), so a tensor does not depend on the others.
+    """
+    kind = jnp.dtype(dtype)
+
+    def make(name: str, p: ParamSpec) -> jax.Array:
+        if p.init != "normal":
+            return jnp.full(p.shape, 1 if p.init == "ones" else 0, kind)
+        rng = np.random.default_rng([seed, *name.encode()])
+        values = rng.standard_normal(p.shape, dtype=np.float32)
+        values *= np.float32(1 / math.sqrt(p.fan_in))
+        return jnp.asarray(values.astype(kind))
+
+    return map_named(make, param_specs(spec))
+
+
+def map_named(function: Any, tree: Any) -> Any:
+    """``function(name, leaf)`` over a tree; names are dotted paths such as ``layers.0.attn.qkv.weight``."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(dotted(path), leaf), tree)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """{dotted name: leaf} of a tree, in the tree's order."""
+    return {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    def part(key: Any) -> str:
+        for field in ("name", "key", "idx"):
+            if hasattr(key, field):
+                return str(getattr(key, field))
+        raise TypeError(f"unknown kind of tree key {key!r}")
+
+    return ".".join(part(key) for key in path)

@@ -1,0 +1,54 @@
+"""From a config.json to a spec. The one place that knows which families exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmjax.models import llama, mistral, qwen2, qwen3
+from lmjax.models.hf_config import HfConfig
+from lmjax.models.spec import DecoderSpec
+
+FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+
+# Fields that change what a model computes and that no family here can apply: refused unless neutral.
+REFUSED = (
+    "quantization_config",
+    "compression_config",
+    "dual_chunk_attention_config",
+    "use_mrope",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "no_rope_layers",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "is_encoder_decoder",
+    "vision_config",
+    "audio_config",
+)
+
+
+def spec_from_hf(config: dict[str, Any], max_model_len: int | None) -> DecoderSpec:
+    """The decoder that a Hugging Face config.json describes, for sequences of up to ``max_model_len`` tokens
+    (None: the model's own length).
+
+    ValueError names the field, its value and what is allowed where the config asks for something that is not built.
+    """
+    hf = HfConfig(config)
+    family = hf.choice("model_type", None, FAMILIES)
+    architectures = hf.get("architectures") or [family.ARCHITECTURE]
+    if family.ARCHITECTURE not in architectures:
+        known = ", ".join(module.ARCHITECTURE for module in FAMILIES.values())
+        raise hf.error(
+            "architectures", architectures, f"[{family.ARCHITECTURE!r}] for this model_type (known: {known})"
+        )
+    for name in REFUSED:
+        if hf.get(name) not in (None, False, 0, "", [], {}):
+            raise hf.error(name, config[name], "absent or null: not supported")
+    return family.spec_from_hf(hf, max_model_len)
+
+
+def dtype_from_hf(config: dict[str, Any]) -> str | None:
+    """The type the checkpoint says it is in (``dtype``, formerly ``torch_dtype``), or None."""
+    value = config.get("dtype") or config.get("torch_dtype")
+    return value.removeprefix("torch.") if isinstance(value, str) else None

@@ -1,0 +1,96 @@
+"""What a decoder is, as data. A new architecture is a function from its config.json to a ``DecoderSpec``.
+
+All specs are frozen and hashable: they are static arguments of the compiled programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding of the first ``dim`` features of a head (halves rotate, as in GPT-NeoX and HF Llama).
+
+    Everything that depends on the served length is resolved here, once (see ``lmjax.models.rope``): ``seq_len`` of
+    kind ``dynamic`` and ``factors`` of kind ``longrope`` follow from the engine's ``max_model_len``.
+    """
+
+    theta: float
+    dim: int
+    kind: RopeKind = "default"
+    factor: float = 1.0  # linear, dynamic, llama3, yarn
+    original_len: int = 0  # dynamic, llama3, yarn, longrope: the length the model was first trained for
+    seq_len: int = 0  # dynamic: the length that fixes the base
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies, [dim / 2]
+    attention_factor: float = 1.0  # yarn, longrope: cos and sin are multiplied by it
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    group: int  # index of the layer's KV group
+    index: int  # index of the layer within its KV group
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head's features, before rope
+    window: int | None = None  # tokens a query sees, itself included; None: all
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSpec:
+    """Gated MLP: ``down(act(gate(x)) * up(x))``."""
+
+    ffn: int  # F
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    attention: AttentionSpec
+    mlp: MlpSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A pre-norm decoder (RMSNorm, rotary attention, gated MLP) of any mix of layers."""
+
+    model_type: str
+    hidden: int  # D
+    vocab: int  # V, rows of the embedding
+    layers: tuple[LayerSpec, ...]
+    rope: RopeSpec
+    norm_eps: float
+    tie_embeddings: bool  # the head is the embedding
+    max_len: int  # longest sequence to serve: max_model_len, or the model's own if that was None
+
+
+def group_layers(kinds: list[tuple[int | None, int, int]]) -> list[tuple[int, int]]:
+    """(group, index in group) of each layer; layers with equal (window, kv_heads, head_dim) share a KV group.
+
+    Groups are numbered by first appearance.
+    """
+    groups: dict[tuple[int | None, int, int], int] = {}
+    sizes: dict[int, int] = {}
+    places = []
+    for kind in kinds:
+        group = groups.setdefault(kind, len(groups))
+        places.append((group, sizes.get(group, 0)))
+        sizes[group] = sizes.get(group, 0) + 1
+    return places
