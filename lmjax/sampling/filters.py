@@ -48,6 +48,10 @@ def _largest(holds: Callable[[jax.Array], jax.Array], best: jax.Array) -> jax.Ar
     return jnp.minimum(_from_key(low), best)
 
 
+def _uses_top_p(rows: Rows) -> jax.Array:
+    return (rows.top_p > 0) & (rows.top_p < 1)
+
+
 def _top_k(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array) -> jax.Array:
     """The k-th largest logit [S]; -inf where top_k is off."""
     num_candidates = candidates.shape[1]
@@ -68,7 +72,7 @@ def _top_k(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array
 
 def _top_p(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array, kept: jax.Array) -> jax.Array:
     """The last logit of the smallest set of the tokens >= ``kept`` [S] that has the mass top_p; -inf where off."""
-    used = rows.top_p < 1.0
+    used = _uses_top_p(rows)
     weights = weights_of(scores, best[None, :], rows.inv_temperature[None, :])
     weights = jnp.where(scores >= kept[None, :], weights, jnp.float32(0))
     mass = rows.top_p * weights.sum(axis=0)
@@ -100,5 +104,5 @@ def thresholds(scores: jax.Array, best: jax.Array, rows: Rows, num_candidates: i
         kept = jnp.maximum(kept, _top_k(scores, best, rows, candidates))
         return jnp.maximum(kept, _top_p(scores, best, rows, candidates, kept))
 
-    uses_list = ((rows.top_k > 0) | (rows.top_p < 1.0)).any()
+    uses_list = ((rows.top_k > 0) | _uses_top_p(rows)).any()
     return jnp.minimum(lax.cond(uses_list, lists, lambda: best + rows.min_p_gap), best)

@@ -20,18 +20,18 @@ MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 
 GREEDY, RANDOM, FILTERED, FULL = 0, 1, 2, 3
 
-FLAG_GREEDY = 1
+FLAG_RANDOM = 1  # not set: greedy
 FLAG_PENALTY = 2
 FLAG_MASK = 4  # allowed_token_ids, or min_tokens with stop ids
 FLAG_BIAS = 8
 FLAG_BAD_WORDS = 16
 
-# Order of a parameter row; rows.py reads the same. 'f' fields are float bits, 'I' fields unsigned.
+# Order of a parameter row; rows.py reads the same. All zeros is a greedy row without features (padding rows). 'f' fields are float bits, 'I' fields unsigned.
 FIELDS = (
     ("flags", "i"),
     ("inv_temperature", "f"),
     ("top_k", "i"),  # 0: off
-    ("top_p", "f"),  # 1: off
+    ("top_p", "f"),  # 0 or 1: off
     ("min_p_gap", "f"),  # temperature * log(min_p): how far under the best logit a token may be; -inf: off
     ("seed_low", "I"),
     ("seed_high", "I"),
@@ -50,6 +50,7 @@ _PACK = struct.Struct("=" + "".join(kind for _, kind in FIELDS)).pack
 
 # Below this a temperature is as good as greedy, and its inverse must stay finite in float32.
 MIN_TEMPERATURE = 1e-20
+MIN_TOP_P = 1e-30  # not 0 in float32; keeps the best token alone
 _INT_MAX = 2**31 - 1
 
 
@@ -85,7 +86,7 @@ def encode_params(load: SlotLoad) -> np.ndarray:
     greedy = p.temperature == 0.0
     num_bias = len(p.logit_bias) if p.logit_bias else 0
     num_bad = len(load.bad_words_ids) if load.bad_words_ids else 0
-    flags = FLAG_GREEDY if greedy else 0
+    flags = 0 if greedy else FLAG_RANDOM
     if _uses_penalty(p):
         flags |= FLAG_PENALTY
     if _uses_mask(load):
@@ -100,7 +101,7 @@ def encode_params(load: SlotLoad) -> np.ndarray:
         flags,
         1.0 if greedy else 1.0 / max(p.temperature, MIN_TEMPERATURE),
         0 if greedy or p.top_k <= 0 else min(p.top_k, _INT_MAX),
-        1.0 if greedy else p.top_p,
+        0.0 if greedy else max(p.top_p, MIN_TOP_P),
         -math.inf if greedy or p.min_p == 0.0 else p.temperature * math.log(p.min_p),
         seed & 0xFFFFFFFF,
         seed >> 32,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lmjax.sampling.chunks import CHUNK, best_token, first_above, take_chunk, to_chunks
 from lmjax.sampling.filters import NUM_CANDIDATES, thresholds, weights_of
 from lmjax.sampling.logprobs import target_logprobs
-from lmjax.sampling.params import FILTERED, FLAG_GREEDY, FULL, GREEDY
+from lmjax.sampling.params import FILTERED, FLAG_RANDOM, FULL, GREEDY
 from lmjax.sampling.processors import process
 from lmjax.sampling.rows import Rows, uniform, unpack_rows
 
@@ -63,7 +63,7 @@ def _choose(
         best = jnp.where(nothing, jnp.float32(0), best)
     threshold = thresholds(scores, best, rows, num_candidates) if level >= FILTERED else None
     drawn = _draw(chunked, best, rows.inv_temperature, threshold, uniform(rows, positions))
-    return jnp.where(rows.has(FLAG_GREEDY) | (drawn < 0), token, drawn)
+    return jnp.where(rows.has(FLAG_RANDOM) & (drawn >= 0), drawn, token)
 
 
 def sample(
