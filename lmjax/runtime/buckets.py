@@ -1,0 +1,85 @@
+"""The closed set of program shapes: which forward and sample programs exist, and which one a step uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmjax.core.plan import StepPlan
+
+SMALL_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # here a step costs what its widest row count costs: double each time
+MIXED_TOKENS = (128, 512, 2048, 8192)  # prefill fills a step to the edge of its bucket, so these may be far apart
+GREEDY, RANDOM, FILTERED, FULL = range(4)  # feature levels of lmjax.sampling
+# With log-probabilities the levels in between are left to the full one, which draws the same tokens: fewer programs,
+# and next to the log-probabilities its filters cost little.
+LEVELS = {False: (GREEDY, RANDOM, FILTERED, FULL), True: (GREEDY, FULL)}
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKey:
+    """A forward program: room for ``num_tokens`` (T) tokens of ``num_rows`` (S) sequences."""
+
+    num_tokens: int
+    num_rows: int
+    prompt_logprobs: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"forward[{self.num_tokens},{self.num_rows}{',prompt_logprobs' if self.prompt_logprobs else ''}]"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """A sample program: ``num_rows`` (S) rows, sampling features up to ``level``, with log-probabilities or without."""
+
+    num_rows: int
+    level: int
+    logprobs: bool
+
+    @property
+    def name(self) -> str:
+        return f"sample[{self.num_rows},{self.level}{',logprobs' if self.logprobs else ''}]"
+
+
+class Buckets:
+    """All program keys for the given limits.
+
+    Token buckets are 1, 2, 4 ... 64 and then 128, 512, 2048, 8192, each below ``max_num_batched_tokens``, which is
+    the last one. Where ``max_num_seqs`` is above 64, powers of two go on up to it, so that a step of decode rows
+    alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int):
+        budget = max_num_batched_tokens
+        decode = [2**i for i in range(7, 32) if 2**i < max_num_seqs] + [max_num_seqs]
+        tokens = {*SMALL_TOKENS, *decode, *(t for t in MIXED_TOKENS if t > max_num_seqs), budget}
+        self.token_buckets = tuple(sorted(t for t in tokens if t <= budget))
+        self.forward = tuple(ForwardKey(t, min(t, max_num_seqs)) for t in self.token_buckets)
+        last = self.forward[-1]
+        self.prompt_logprobs = ForwardKey(last.num_tokens, last.num_rows, prompt_logprobs=True)
+        self.row_buckets = tuple(sorted({key.num_rows for key in self.forward}))
+        self.sample = tuple(
+            SampleKey(rows, level, logprobs)
+            for rows in self.row_buckets
+            for logprobs, levels in LEVELS.items()
+            for level in levels
+        )
+
+    def choose(self, plan: StepPlan) -> ForwardKey:
+        """The smallest program with room for the plan's tokens; ``ValueError`` where none has."""
+        if plan.target_ids is not None:
+            if plan.num_tokens <= self.prompt_logprobs.num_tokens and plan.num_rows <= self.prompt_logprobs.num_rows:
+                return self.prompt_logprobs
+        else:
+            for key in self.forward:
+                if plan.num_tokens <= key.num_tokens and plan.num_rows <= key.num_rows:
+                    return key
+        largest = self.forward[-1]
+        raise ValueError(
+            f"a step of {plan.num_tokens} tokens in {plan.num_rows} rows does not fit the largest program "
+            f"({largest.num_tokens} tokens, {largest.num_rows} rows)"
+        )
+
+    @staticmethod
+    def sample_key(num_rows: int, level: int, logprobs: bool) -> SampleKey:
+        """The program for rows that need at most ``level``; ``num_rows`` is that of the forward program."""
+        return SampleKey(num_rows, next(n for n in LEVELS[logprobs] if n >= level), logprobs)

@@ -1,0 +1,92 @@
+"""The forward program: packed buffer -> patched tables, token ids, the model, logits of each row's last token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lmjax.models import decoder
+from lmjax.models.spec import DecoderSpec
+from lmjax.nn.batch import Batch
+from lmjax.runtime.buckets import ForwardKey
+from lmjax.runtime.inputs import forward_layout
+from lmjax.runtime.state import apply_patches
+from lmjax.sampling.logprobs import target_logprobs
+
+PROMPT_LOGPROB_ROWS = 128  # columns of one block of logits: [V, T] at once would be gigabytes
+
+Pools = tuple[jax.Array, ...]
+
+
+def make_forward(spec: DecoderSpec, key: ForwardKey, block_size: int, max_logprobs: int) -> Callable[..., Any]:
+    """``(params, pools, tokens, tables, packed) -> (logits [V, S], pools, tokens, tables, prompt log-probabilities)``.
+
+    Donate pools, tokens and tables. The last result is None but for the prompt_logprobs variant, where it is
+    int32 [T, 2 + 2 * max_logprobs] (see ``pack_logprobs``).
+    """
+
+    def forward(params: Any, pools: Pools, tokens: jax.Array, tables: jax.Array, packed: jax.Array) -> tuple[Any, ...]:
+        parts = forward_layout(key, len(pools), block_size).split(packed)
+        tables = apply_patches(tables, parts["patches"])
+        batch, tokens = _unpack(parts, tokens, tables)
+        hidden, pools = decoder.forward(params, spec, pools, batch)
+        logits = decoder.logits(params, spec, hidden[:, batch.logit_tokens])
+        prompt = None
+        if key.prompt_logprobs:
+            prompt = _prompt_logprobs(params, spec, hidden, parts["target_ids"], parts["header"][3:], max_logprobs)
+        return logits, pools, tokens, tables, prompt
+
+    return forward
+
+
+def _unpack(parts: dict[str, jax.Array], tokens: jax.Array, tables: jax.Array) -> tuple[Batch, jax.Array]:
+    """The batch, and the token table with the prefill tokens written: decode tokens are read from it."""
+    num_decode, num_rows, num_tokens = (parts["header"][i] for i in range(3))
+    rows, positions, slots = parts["token_rows"], parts["positions"], parts["slots"]
+    index = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    dummy = jnp.int32(tokens.shape[0] - 1)
+    token_slots = jnp.where(index < num_tokens, slots[rows], dummy)
+    token_ids = jnp.where(index < num_decode, tokens[token_slots, positions], parts["token_ids"])
+    tokens = tokens.at[token_slots, positions].set(token_ids, mode="promise_in_bounds")
+    batch = Batch(
+        token_ids=token_ids,
+        positions=positions,
+        token_rows=rows,
+        block_tables=tables[:, slots],
+        query_starts=parts["query_starts"],
+        query_lens=parts["query_lens"],
+        context_lens=parts["context_lens"],
+        logit_tokens=parts["logit_tokens"],
+        num_decode=num_decode,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+    )
+    return batch, tokens
+
+
+def pack_logprobs(logprobs: jax.Array, ranks: jax.Array, top_ids: jax.Array, top_logprobs: jax.Array) -> jax.Array:
+    """[n], [n], [n, k], [n, k] -> int32 [n, 2 + 2 k]: log-probability bits, rank, top ids, top log-probability bits."""
+    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in (logprobs, top_logprobs)]
+    return jnp.concatenate([bits[0][:, None], ranks[:, None], top_ids, bits[1]], axis=1)
+
+
+def _prompt_logprobs(
+    params: Any, spec: DecoderSpec, hidden: jax.Array, targets: jax.Array, span: jax.Array, max_logprobs: int
+) -> jax.Array:
+    """hidden [D, T], targets int32 [T], span int32 [2]: tokens [first, end) that want it -> int32 [T, 2 + 2 k]."""
+    num_tokens = hidden.shape[1]
+    size = min(PROMPT_LOGPROB_ROWS, num_tokens)
+
+    def block(i: jax.Array, out: jax.Array) -> jax.Array:
+        start = jnp.minimum(span[0] + i * jnp.int32(size), jnp.int32(num_tokens - size))
+        columns = lax.dynamic_slice_in_dim(hidden, start, size, axis=1)
+        logits = decoder.logits(params, spec, columns)
+        found = target_logprobs(logits, lax.dynamic_slice_in_dim(targets, start, size), max_logprobs)
+        return lax.dynamic_update_slice_in_dim(out, pack_logprobs(*found), start, axis=0)
+
+    blocks = (span[1] - span[0] + jnp.int32(size - 1)) // jnp.int32(size)
+    return lax.fori_loop(0, blocks, block, jnp.zeros((num_tokens, 2 + 2 * max_logprobs), jnp.int32))

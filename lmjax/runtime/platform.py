@@ -1,0 +1,93 @@
+"""JAX and XLA settings, in one place and with their reasons, and what the process runs on."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import jax
+
+from lmjax.config import ConfigError, EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+def configure_jax(config: EngineConfig) -> None:
+    """Settings that must hold before the first program is built. Safe to call again."""
+    # one allocation for weights, pool and temporaries: JAX would take 75 % of the card. Read when the backend starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+    # weights + pool above 80 % of a card is our normal state; XLA would recompute activations to save memory there
+    jax.config.update("jax_compiler_enable_remat_pass", False)
+
+
+def use_compilation_cache(config: EngineConfig) -> Path:
+    """Points JAX's persistent cache to a private directory and returns it."""
+    path = compilation_cache_dir(config)
+    make_private_dir(path)
+    if jax.config.values["jax_compilation_cache_dir"] != str(path):
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        # the cache object is made at its first use and would keep the directory it had then
+        from jax.experimental.compilation_cache import compilation_cache
+
+        compilation_cache.reset_cache()
+    # every program counts at a start: the sample programs are many, small and quick to compile
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path
+
+
+def compilation_cache_dir(config: EngineConfig) -> Path:
+    """``--compilation-cache-dir``, else JAX_COMPILATION_CACHE_DIR, else under LMJAX_CACHE or ~/.cache/lmjax.
+
+    Ours has a folder per kind of host CPU: XLA:CPU programs use its instructions and may not run on another.
+    """
+    chosen = config.compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    root = Path(os.environ.get("LMJAX_CACHE") or "~/.cache/lmjax").expanduser()
+    return root / "programs" / f"jax-{jax.__version__}-{_cpu_id()}"
+
+
+def _cpu_id() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "any"
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.blake2b(flags.encode(), digest_size=6).hexdigest()
+
+
+def make_private_dir(path: Path) -> None:
+    """Makes ``path`` with mode 0700; what lies in it is executed, so a directory of somebody else is refused."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        info = path.stat()
+        if hasattr(os, "getuid") and info.st_uid != os.getuid():
+            raise ConfigError(f"--compilation-cache-dir: {path} belongs to another user; its content would be executed")
+        if stat.S_IMODE(info.st_mode) != 0o700:
+            path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"--compilation-cache-dir: cannot use {path}: {error}") from error
+
+
+def nvidia_card_present() -> bool:
+    return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
+
+
+def describe_platform() -> tuple[str, int]:
+    """Platform ("cpu", "gpu") and number of devices; logs them, loudly where an NVIDIA card stays unused."""
+    devices = jax.devices()
+    platform = "gpu" if devices[0].platform in ("gpu", "cuda", "rocm") else devices[0].platform
+    log.info("running on %s: %s (jax %s)", platform, devices[0].device_kind, jax.__version__)
+    if platform == "cpu" and nvidia_card_present():
+        log.warning(
+            "*** This machine has an NVIDIA card, but JAX sees only the CPU: lmjax will run on the CPU, many times "
+            "slower. Install the CUDA build of JAX (pip install 'lmjax[cuda12]' or 'lmjax[cuda13]') and check that "
+            "JAX_PLATFORMS is not set to cpu (it is %r). ***",
+            os.environ.get("JAX_PLATFORMS"),
+        )
+    return platform, len(devices)

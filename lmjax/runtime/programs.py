@@ -1,0 +1,91 @@
+"""The set of all programs of an engine, with the shapes they are compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lmjax.models import decoder
+from lmjax.models.spec import DecoderSpec
+from lmjax.runtime.buckets import Buckets, ForwardKey, SampleKey
+from lmjax.runtime.compiler import Program
+from lmjax.runtime.forward import make_forward
+from lmjax.runtime.inputs import PATCH_BATCH, forward_layout, sample_layout
+from lmjax.runtime.sample import make_sample
+from lmjax.runtime.state import COPY_BATCH, DeviceState, apply_patches, copy_blocks, load_slot
+from lmjax.sampling.params import state_row_size
+from lmjax.types import KVSpec
+
+# keys of the programs that are neither forward nor sample
+LOAD_SLOT, APPLY_PATCHES, COPY_BLOCKS = "load_slot", "apply_patches", "copy_blocks"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Everything that the programs' shapes follow from."""
+
+    spec: DecoderSpec
+    dtype: str
+    kv_specs: tuple[KVSpec, ...]
+    num_blocks: tuple[int, ...]
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    max_logprobs: int
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.kv_specs)
+
+    def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(
+            jax.ShapeDtypeStruct(decoder.pool_shape(kv, blocks, self.block_size), jnp.dtype(kv.dtype))
+            for kv, blocks in zip(self.kv_specs, self.num_blocks, strict=True)
+        )
+
+    def state(self) -> DeviceState:
+        slots, columns = self.max_num_seqs + 1, -(-self.max_model_len // self.block_size)
+        return DeviceState(
+            tokens=_ints(slots, self.max_model_len),
+            tables=_ints(self.num_groups, slots, columns),
+            sampling=_ints(slots, state_row_size(self.spec.vocab)),
+        )
+
+
+def _ints(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def forward_program(shapes: Shapes, key: ForwardKey) -> Program:
+    state = shapes.state()
+    packed = _ints(forward_layout(key, shapes.num_groups, shapes.block_size).size)
+    params = decoder.abstract_params(shapes.spec, shapes.dtype)
+    function = make_forward(shapes.spec, key, shapes.block_size, shapes.max_logprobs)
+    return Program(key.name, function, (params, shapes.pools(), state.tokens, state.tables, packed), donate=(1, 2, 3))
+
+
+def sample_program(shapes: Shapes, key: SampleKey) -> Program:
+    state = shapes.state()
+    logits = jax.ShapeDtypeStruct((shapes.spec.vocab, key.num_rows), jnp.float32)
+    packed = _ints(sample_layout(key.num_rows).size)
+    function = make_sample(key, shapes.max_logprobs)
+    return Program(key.name, function, (logits, state.tokens, state.sampling, packed), donate=(1,))
+
+
+def all_programs(shapes: Shapes, buckets: Buckets) -> dict[Hashable, Program]:
+    """Every program the engine may call, the slow ones to compile first."""
+    state = shapes.state()
+    slot = _ints(1 + state.sampling.shape[1] + shapes.max_model_len)
+    pairs = _ints(shapes.num_groups, COPY_BATCH, 2)
+    forward_keys = (buckets.prompt_logprobs, *reversed(buckets.forward))
+    return {
+        **{key: forward_program(shapes, key) for key in forward_keys},
+        **{key: sample_program(shapes, key) for key in sorted(buckets.sample, key=lambda key: -key.level)},
+        LOAD_SLOT: Program(LOAD_SLOT, load_slot, (state.tokens, state.sampling, slot), donate=(0, 1)),
+        APPLY_PATCHES: Program(APPLY_PATCHES, apply_patches, (state.tables, _ints(PATCH_BATCH, 4)), donate=(0,)),
+        COPY_BLOCKS: Program(COPY_BLOCKS, copy_blocks, (shapes.pools(), pairs), donate=(0,)),
+    }

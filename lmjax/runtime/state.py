@@ -1,0 +1,78 @@
+"""Device state by request slot, and the small programs that change it between forwards.
+
+Slot ``max_num_seqs`` is the dummy slot: padding rows read and write there, and its block table is all null block.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from flax import struct
+
+from lmjax.core.plan import SlotLoad
+from lmjax.runtime.inputs import aligned_zeros
+from lmjax.sampling.params import encode_state
+
+COPY_BATCH = 16  # block copies of one call
+
+
+@struct.dataclass
+class DeviceState:
+    tokens: jax.Array  # int32 [slots + 1, max_model_len]  token ids by position
+    tables: jax.Array  # int32 [G, slots + 1, P]  block ids
+    sampling: jax.Array  # int32 [slots + 1, W]  what the feature level "full" needs of a request
+
+
+def apply_patches(tables: jax.Array, patches: jax.Array) -> jax.Array:
+    """tables: int32 [G, slots + 1, P]; patches: int32 [M, 4] of (group, slot, column, block), places distinct but for
+    the padding, which writes the null block into the dummy slot."""
+    group, slot, column, block = (patches[:, i] for i in range(4))
+    return tables.at[group, slot, column].set(block, mode="promise_in_bounds")
+
+
+def load_slot(tokens: jax.Array, sampling: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sets a slot's token history and sampling state. packed: int32 [1 + W + max_model_len], the slot first."""
+    width = sampling.shape[1]
+    slot, state, history = packed[0], packed[1 : 1 + width], packed[1 + width :]
+    return tokens.at[slot].set(history), sampling.at[slot].set(state)
+
+
+def pack_slot(load: SlotLoad, vocab_size: int, max_model_len: int) -> np.ndarray:
+    """The ``packed`` argument of ``load_slot``."""
+    state = encode_state(load, vocab_size)
+    packed = aligned_zeros(1 + len(state) + max_model_len)
+    packed[0] = load.slot
+    packed[1 : 1 + len(state)] = state
+    packed[1 + len(state) : 1 + len(state) + len(load.history)] = load.history
+    return packed
+
+
+def copy_blocks(pools: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Array, ...]:
+    """Copies whole blocks within each pool ([L, 2, blocks, K, B, H]).
+
+    pairs: int32 [G, COPY_BATCH, 2] of (source, target); padding copies the null block onto itself.
+    """
+    return tuple(
+        pool.at[:, :, pair[:, 1]].set(pool[:, :, pair[:, 0]], mode="promise_in_bounds")
+        for pool, pair in zip(pools, pairs, strict=True)
+    )
+
+
+def pack_copies(copies: list[tuple[int, int, int]], num_groups: int) -> list[np.ndarray]:
+    """The ``pairs`` arguments of the ``copy_blocks`` calls that carry out ``copies`` in order.
+
+    One call reads all its sources before it writes, so a copy that reads or writes an earlier one's target starts
+    a new call.
+    """
+    batches: list[np.ndarray] = []
+    used: dict[int, int] = {}
+    targets: set[tuple[int, int]] = set()
+    for group, source, target in copies:
+        clash = (group, source) in targets or (group, target) in targets
+        if not batches or clash or used.get(group, 0) == COPY_BATCH:
+            batches.append(aligned_zeros(num_groups * COPY_BATCH * 2).reshape(num_groups, COPY_BATCH, 2))
+            used, targets = {}, set()
+        batches[-1][group, used.get(group, 0)] = source, target
+        used[group] = used.get(group, 0) + 1
+        targets.add((group, target))
+    return batches
