@@ -1,0 +1,131 @@
+"""The command line: ``lmjax serve`` and ``lmjax generate``. It wires the layers together; heavy imports come late."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmjax import __version__
+from lmjax.config import ConfigError, EngineConfig
+from lmjax.flags import SAMPLING, SERVER, Parser, add_options, engine_options, settings_of
+from lmjax.types import EngineDeadError
+
+if TYPE_CHECKING:
+    from server.settings import ServerSettings
+
+_SETTINGS_NAMES = {
+    "api_key": "api_keys",
+    "served_model_name": "served_model_names",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 fine, 1 failed, 2 wrong flags, settings or input, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    command = {"serve": _serve, "generate": _generate}[arguments.command]
+    try:
+        return command(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except ValueError as error:  # settings, model files and input: WeightError, ParameterError, ...
+        if os.environ.get("LMJAX_TRACEBACK"):
+            raise
+        return _fail(arguments.command, error, 2)
+    except EngineDeadError as error:
+        return _fail(arguments.command, error, 1)
+
+
+def _fail(command: str, error: Exception, code: int) -> int:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    print(f"lmjax {command}: error: {lines[0]}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="lmjax", description="Serving large language models with JAX and XLA alone.")
+    parser.add_argument("--version", action="version", version=f"lmjax {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,generate}")
+    options = engine_options()
+
+    serve = commands.add_parser("serve", help="the OpenAI-compatible server")
+    add_options(serve, "server", SERVER)
+    generate = commands.add_parser("generate", help="answers in the terminal, or of a file of prompts")
+    generate.add_argument("prompt", nargs="?", help="the prompt (without one: a conversation, or standard input)")
+    generate.add_argument("--file", metavar="FILE", help="a prompt a line: a JSON text, or an object with prompt or")
+    generate.add_argument("--output", metavar="FILE", help="where the answers to --file go, a JSON object a line")
+    generate.add_argument("--system", metavar="TEXT", help="the system message")
+    generate.add_argument("--raw", action="store_true", help="go on with the text itself, without the chat template")
+    add_options(generate, "sampling", SAMPLING)
+    for command in (serve, generate):
+        command.add_argument("--config", metavar="FILE", help="JSON or TOML with settings, named as the flags")
+        add_options(command, "engine", options)
+    return parser
+
+
+# --- serve --------------------------------------------------------------------------------------------------------
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    options = engine_options()
+    given = settings_of(arguments, (*options, *SERVER))
+    engine_names = {option.name for option in options}
+    config = EngineConfig(**{k: v for k, v in given.items() if k in engine_names}).validate()
+    settings = _server_settings({k: v for k, v in given.items() if k not in engine_names}, config)
+    _log_to_stderr(settings.log_level)
+    from server.app import run_server
+
+    return run_server(settings, lambda **callbacks: _start_engine(config, **callbacks))
+
+
+def _server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettings:
+    from server.settings import ServerSettings
+
+    if "api_key" not in given and os.environ.get("LMJAX_API_KEY"):
+        given["api_key"] = [os.environ["LMJAX_API_KEY"]]
+    values = {_SETTINGS_NAMES.get(k, k): tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    return ServerSettings(scheduling_policy=config.scheduling_policy, **values).validate()
+
+
+async def _start_engine(config: EngineConfig, **callbacks: Any) -> Any:
+    from lmjax.engine.async_engine import AsyncEngine
+
+    return await AsyncEngine.start(config, **callbacks)
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    for name in ("lmjax", "server"):
+        logging.getLogger(name).setLevel(level.upper())
+
+
+# --- generate -----------------------------------------------------------------------------------------------------
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from lmjax.terminal import Job, run
+
+    options = engine_options()
+    given = settings_of(arguments, (*options, *SAMPLING))
+    sampling_names = {option.name for option in SAMPLING}
+    config = EngineConfig(**{k: v for k, v in given.items() if k not in sampling_names}).validate()
+    if (arguments.file is None) != (arguments.output is None):
+        raise ConfigError("--file and --output go together")
+    if arguments.file is not None and arguments.prompt is not None:
+        raise ConfigError("--file: there is a prompt on the command line, too; give one of them")
+    job = Job(
+        prompt=arguments.prompt,
+        file=Path(arguments.file) if arguments.file else None,
+        output=Path(arguments.output) if arguments.output else None,
+        raw=arguments.raw,
+        system=arguments.system,
+        sampling={k: v for k, v in given.items() if k in sampling_names},
+    )
+    return run(job, config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""``AsyncEngine``: the engine's process for asyncio programs. One reader of the channel, one wake-up a request a step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import zmq
+
+from lmjax.config import ConfigError, EngineConfig
+from lmjax.engine.build import DEFAULT_EXECUTOR, load_front
+from lmjax.engine.output import OutputProcessor, RequestState
+from lmjax.engine.process import EngineProcess
+from lmjax.engine.records import AbortRequest, AddRequest, Dead, Progress, Ready, StepRecord
+from lmjax.engine.validate import Checked, check_request
+from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.types import EngineDeadError, RequestUpdate, SamplingParams
+
+log = logging.getLogger("lmjax.engine")
+
+_MESSAGES_A_TURN = 16  # then the event loop's other tasks have their turn
+_MOST_ITERATIONS = 65536  # of EngineStats.iteration_tokens, if nobody asks for the stats
+_LAST_WORDS = 0.2  # seconds to wait for a dead process's last message
+
+
+class AsyncEngine:
+    """Implements ``lmjax.protocol.EngineClient``. Made by ``await AsyncEngine.start(config)``; ``async with``-able.
+
+    It belongs to the event loop in which it was started.
+    """
+
+    info: EngineInfo
+    tokenizer: Any
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._process: EngineProcess | None = None
+        self._outputs: OutputProcessor | None = None
+        self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._stats = EngineStats()
+        self._dead: str | None = None
+        self._progress: Callable[[str], None] | None = None
+        self._on_dead: Callable[[str], None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        progress: Callable[[str], None] | None = None,
+        on_dead: Callable[[str], None] | None = None,
+        *,
+        executor: str = DEFAULT_EXECUTOR,
+    ) -> AsyncEngine:
+        """Starts the process and waits until every program is compiled.
+
+        ``progress(line)`` says what is being done. ``on_dead(reason)`` is called once if the engine dies later.
+        ``executor``: "module:function" that builds the executor from the config, in the engine's process.
+        Raises ``ConfigError`` when the settings or the model are at fault, else ``EngineDeadError``.
+        """
+        self = cls()
+        self._progress, self._on_dead = progress, on_dead
+        config.validate()
+        try:
+            # first: a model that is not there costs no process, and a download or unpacking is done only once
+            front = await asyncio.to_thread(load_front, config)
+            self.tokenizer = front.tokenizer
+            self._process = EngineProcess(config, executor, self._exited)
+            self._loop.add_reader(self._process.inbox.getsockopt(zmq.FD), self._read)
+            self._read()
+            self.info = front.complete(await self._started)
+        except BaseException:
+            await self._stop(grace=0.0)
+            raise
+        self._outputs = OutputProcessor(self.tokenizer, self.info.eos_token_ids)
+        return self
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def ready(self) -> bool:
+        return self._outputs is not None and self._dead is None
+
+    @property
+    def dead(self) -> str | None:
+        return self._dead
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine."""
+        return self._process.pid if self._process else None
+
+    def stats(self) -> EngineStats:
+        """The latest snapshot; ``iteration_tokens`` has the steps since the last call."""
+        stats, self._stats = self._stats, _without_iterations(self._stats)
+        return stats
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """See ``EngineClient.validate``."""
+        checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
+        return checked.prompt, checked.params
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestUpdate]:
+        """Yields what is new. Closing the iterator, or cancelling its reader, aborts the request.
+
+        Raises ``ParameterError`` at the call. The iterator raises ``QueueFullError``, and ``EngineDeadError`` after
+        an update that has ``error`` set. The request is queued when its first update is asked for.
+        """
+        checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
+        return self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
+
+    async def close(self) -> None:
+        """Aborts what runs and ends the process."""
+        await self._stop(grace=5.0)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    async def _stream(
+        self, checked: Checked, request_id: str, priority: int, cache_salt: str | None
+    ) -> AsyncIterator[RequestUpdate]:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        request = self._add(checked, request_id, priority, cache_salt)
+        try:
+            while True:
+                update = request.take()
+                if update is not None:
+                    yield update
+                elif request.error is not None:
+                    raise request.error
+                elif request.finished:
+                    return
+                else:
+                    request.waiter = self._loop.create_future()
+                    await request.waiter
+        finally:
+            self._close_request(request)
+
+    def _add(self, checked: Checked, request_id: str, priority: int, cache_salt: str | None) -> RequestState:
+        assert self._outputs is not None and self._process is not None
+        now = time.monotonic()
+        request = self._outputs.open(request_id, checked.prompt, checked.params, now)
+        self._process.send(
+            AddRequest(
+                handle=request.handle,
+                prompt=np.asarray(checked.prompt, "<i4").tobytes(),
+                params=checked.params,
+                stop_ids=checked.stop_ids,
+                bad_words_ids=checked.bad_words_ids,
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival=now,
+            )
+        )
+        return request
+
+    def _close_request(self, request: RequestState) -> None:
+        assert self._outputs is not None
+        self._abort(self._outputs.close(request))
+
+    def _abort(self, handles: list[int]) -> None:
+        if handles and self._dead is None and self._process is not None:
+            self._process.send(AbortRequest(handles))
+
+    # --- the channel ------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """zmq's descriptor signals changes only, so read until nothing is left, or come back by ourselves."""
+        if self._process is None or self._process.inbox.closed:
+            return
+        for _ in range(_MESSAGES_A_TURN):
+            message = self._process.receive()
+            if message is None:
+                return
+            self._handle(message)
+        self._loop.call_soon(self._read)
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case StepRecord():
+                self._publish(message)
+            case Progress():
+                log.info("%s", message.message)
+                if self._progress is not None:
+                    self._progress(message.message)
+            case Ready():
+                if not self._started.done():
+                    self._started.set_result(message.info)
+            case Dead():
+                self._die(message.message, ConfigError if message.config else EngineDeadError)
+
+    def _publish(self, record: StepRecord) -> None:
+        if record.stats is not None:
+            iterations = self._stats.iteration_tokens + record.stats.iteration_tokens
+            record.stats.iteration_tokens = iterations[-_MOST_ITERATIONS:]
+            self._stats = record.stats
+        if self._outputs is not None:
+            touched, aborts = self._outputs.process(record)
+            self._abort(aborts)
+            _wake(touched)
+
+    def _exited(self, code: int) -> None:
+        """From the watching thread. The event loop may be closed already."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._after_exit, code, time.monotonic() + _LAST_WORDS)
+
+    def _after_exit(self, code: int, deadline: float) -> None:
+        self._read()
+        if self._dead is not None:
+            return
+        if time.monotonic() < deadline:
+            self._loop.call_later(0.02, self._after_exit, code, deadline)
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self._die(f"the engine process {how}", EngineDeadError)
+
+    def _die(self, reason: str, kind: type[Exception]) -> None:
+        if self._dead is not None:
+            return
+        self._dead = reason
+        if not self._started.done():
+            self._started.set_exception(kind(reason))
+            return
+        log.error("%s", reason)
+        if self._outputs is not None:
+            _wake(self._outputs.fail_all(reason))
+        if self._on_dead is not None:
+            self._on_dead(reason)
+
+    async def _stop(self, grace: float) -> None:
+        process, self._on_dead = self._process, None
+        if self._dead is None:
+            self._dead = "the engine is closed"
+        if self._outputs is not None:
+            _wake(self._outputs.fail_all(self._dead))
+        if not self._started.done():
+            self._started.cancel()
+        if process is not None and not process.inbox.closed:
+            self._loop.remove_reader(process.inbox.getsockopt(zmq.FD))
+            # shielded: a cancelled start must still leave no process behind
+            await asyncio.shield(asyncio.to_thread(process.close, grace))
+
+
+def _wake(requests: list[RequestState]) -> None:
+    for request in requests:
+        waiter = request.waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+def _without_iterations(stats: EngineStats) -> EngineStats:
+    from dataclasses import replace
+
+    return replace(stats, iteration_tokens=[])

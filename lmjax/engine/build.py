@@ -1,0 +1,95 @@
+"""From a config to the parts of an engine: what the front end needs (text), and the loop with its executor."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lmjax.config import EngineConfig, SchedulerConfig
+from lmjax.protocol import EngineInfo
+from lmjax.text.tokenizer import Tokenizer, load_tokenizer
+from lmjax.weights.generation import eos_token_ids, sampling_defaults
+from lmjax.weights.source import resolve_model
+
+if TYPE_CHECKING:
+    from lmjax.core.plan import ExecutorInfo
+    from lmjax.engine.engine import Engine
+    from lmjax.engine.records import StepRecord
+
+DEFAULT_EXECUTOR = "lmjax.runtime.build:build_executor"
+
+
+class Front(NamedTuple):
+    """What the front end knows of a model from its small files."""
+
+    model: str
+    model_type: str
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, Any]
+
+    def complete(self, info: EngineInfo) -> EngineInfo:
+        """``info`` of the engine's side with what only this side knows."""
+        return dataclasses.replace(
+            info,
+            model=self.model,
+            model_type=self.model_type,
+            eos_token_ids=tuple(token for token in self.eos_token_ids if token < info.vocab_size),
+            default_sampling=self.default_sampling,
+        )
+
+
+def load_front(config: EngineConfig) -> Front:
+    """Finds (or fetches) the model and loads its tokenizer. Raises ``ValueError``, one line, if either fails."""
+    source = resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides)
+    tokenizer = load_tokenizer(config.tokenizer or source.path, chat_template=config.chat_template)
+    ends = list(eos_token_ids(source.config, source.generation_config))
+    if tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    defaults = sampling_defaults(source.generation_config) if config.generation_config == "auto" else {}
+    model_type = str(source.config.get("model_type", "unknown"))
+    return Front(config.model, model_type, tokenizer, tuple(dict.fromkeys(ends)), defaults)
+
+
+def build_engine(
+    config: EngineConfig, progress: Callable[[str], None], executor: str, publish: Callable[[StepRecord], None]
+) -> tuple[Engine, EngineInfo]:
+    """Loads the model and compiles its programs. ``executor``: "module:function" that makes the executor.
+
+    Raises ``ValueError`` (``ConfigError`` among them) when the settings or the model's files are at fault.
+    """
+    from lmjax.core.scheduler import Scheduler
+    from lmjax.engine.engine import Engine
+
+    module, _, function = executor.partition(":")
+    device = getattr(importlib.import_module(module), function)(config, progress)
+    scheduler = Scheduler(_scheduler_config(config, device.info), device.info)
+    engine = Engine(scheduler, device, publish, overlap=config.async_scheduling)
+    return engine, _engine_info(device)
+
+
+def _scheduler_config(config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
+    """The executor has resolved the budget: it is its largest bucket."""
+    same = {f.name for f in dataclasses.fields(SchedulerConfig)} - {"max_num_batched_tokens"}
+    values = {name: getattr(config, name) for name in same}
+    return SchedulerConfig(max_num_batched_tokens=info.token_buckets[-1], **values)
+
+
+def _engine_info(device: Any) -> EngineInfo:
+    info: ExecutorInfo = device.info
+    facts = device.model_info
+    return EngineInfo(
+        model="",
+        model_type="",
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        max_logprobs=info.max_logprobs,
+        block_size=info.block_size,
+        num_kv_blocks=min(info.num_blocks) - 1,
+        max_num_seqs=info.max_num_seqs,
+        dtype=facts.dtype,
+        platform=facts.platform,
+        device_count=facts.device_count,
+    )

@@ -1,0 +1,101 @@
+"""The loop: drain the inbox -> plan -> submit -> collect the previous -> publish.
+
+With overlap, step k+1 is planned and submitted before step k is read, so the host's work hides behind the device's.
+Nothing here looks at single rows: a step costs the same few array copies for 1 row and for 256.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmjax.core.plan import Executor, StepPlan
+from lmjax.core.scheduler import Scheduler
+from lmjax.engine.columns import engine_stats, new_request, step_record
+from lmjax.engine.records import AbortRequest, AddRequest, Inbound, Shutdown, StepRecord
+from lmjax.protocol import EngineStats
+
+Receive = Callable[[float | None], Sequence[Inbound]]  # waits up to so many seconds for messages; None: for ever
+
+_STATS_PERIOD = 0.1  # seconds between two snapshots
+_QUIET = 0.05  # idle for so long: time for the integrity check
+_STUCK = 0.02  # there is work, but none of it can be planned: look again after so long
+
+
+class Engine:
+    """Scheduler and executor of one model. Not thread-safe: one thread calls it.
+
+    ``publish`` gets each step's record. ``overlap``: two steps in flight instead of one.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, publish: Callable[[StepRecord], None], *, overlap: bool = True
+    ):
+        self.scheduler, self.executor = scheduler, executor
+        self._publish, self._overlap = publish, overlap
+        self._in_flight: tuple[StepPlan, Any] | None = None
+        self._stopping = False
+        self._host_seconds = 0.0
+        self._next_stats = 0.0
+
+    def run(self, receive: Receive) -> None:
+        """Until ``Shutdown`` arrives. Sleeps in ``receive`` when there is nothing to do."""
+        progress = True
+        while not self._stopping:
+            if self.busy:
+                messages = receive(0.0 if progress else _STUCK)
+            else:
+                messages = receive(_QUIET) or self._rest(receive)
+            for message in messages:
+                self.handle(message)
+            progress = self.step()
+
+    @property
+    def busy(self) -> bool:
+        return self._in_flight is not None or self.scheduler.has_work()
+
+    def handle(self, message: Inbound) -> None:
+        match message:
+            case AddRequest():
+                self.scheduler.add(new_request(message))
+            case AbortRequest():
+                self.scheduler.abort(message.handles)
+            case Shutdown():
+                self._stopping = True
+
+    def step(self) -> bool:
+        """Submits one step and collects one: with overlap the one before. False if there was nothing to do."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule()
+        done = None if plan is None else (plan, self.executor.submit(plan))
+        if self._overlap:
+            done, self._in_flight = self._in_flight, done
+        output, waited = None, 0.0
+        if done is not None:
+            submitted = time.perf_counter()
+            result = self.executor.collect(done[1])
+            waited = time.perf_counter() - submitted
+            output = self.scheduler.update(done[0], result)
+        record = step_record(output, self.scheduler.take_events())
+        now = time.perf_counter()
+        if record is not None or now >= self._next_stats:
+            self._tell(record or StepRecord(), now)
+        self._host_seconds += time.perf_counter() - begin - waited
+        return plan is not None or done is not None
+
+    def stats(self) -> EngineStats:
+        """A snapshot; it takes ``iteration_tokens`` with it."""
+        return engine_stats(self.scheduler.stats(), self.executor.stats(), self._host_seconds)
+
+    def _tell(self, record: StepRecord, now: float) -> None:
+        if now >= self._next_stats:
+            record.stats = self.stats()
+            self._next_stats = now + _STATS_PERIOD
+        self._publish(record)
+
+    def _rest(self, receive: Receive) -> Sequence[Inbound]:
+        """The engine is idle: the last numbers are told and the books are checked, then it sleeps."""
+        self._publish(StepRecord(stats=self.stats()))
+        self.scheduler.check_integrity()
+        return receive(None)

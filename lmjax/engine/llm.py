@@ -1,0 +1,297 @@
+"""``LLM``: the engine in this process, for scripts. The caller's thread runs the loop while it waits for answers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from lmjax.config import ConfigError, EngineConfig, flag
+from lmjax.engine.build import DEFAULT_EXECUTOR, build_engine, load_front
+from lmjax.engine.collect import Collector
+from lmjax.engine.output import OutputProcessor, RequestState
+from lmjax.engine.records import AbortRequest, AddRequest, StepRecord
+from lmjax.engine.validate import Checked, check_request
+from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.text.chat import render_chat
+from lmjax.types import EngineDeadError, ParameterError, RequestOutput, RequestUpdate, SamplingParams
+
+log = logging.getLogger("lmjax.engine")
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+
+class LLM:
+    """Loads a model and answers prompts: ``LLM("smollm2", max_num_seqs=8).generate(["Hello"])``.
+
+    The keyword arguments are ``EngineConfig``'s fields. ``progress(line)`` says what is being done at the start.
+    Raises ``ConfigError`` for wrong settings, ``ValueError`` for a model that can't be loaded.
+    """
+
+    info: EngineInfo
+    tokenizer: Any
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        progress: Callable[[str], None] | None = None,
+        executor: str = DEFAULT_EXECUTOR,
+        **settings: Any,
+    ):
+        self._config = _config(model, settings)
+        front = load_front(self._config)
+        self.tokenizer = front.tokenizer
+        self._records: list[StepRecord] = []
+        say = progress or (lambda line: log.info("%s", line))
+        self._engine, info = build_engine(self._config, say, executor, self._records.append)
+        self.info = front.complete(info)
+        self._outputs = OutputProcessor(self.tokenizer, self.info.eos_token_ids)
+        self._lock = threading.RLock()
+        self._dead: str | None = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors set (generation_config.json), unless ``generation_config="lmjax"``."""
+        return SamplingParams(**self.info.default_sampling)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The answers, in the order of the prompts (texts or lists of token ids; one or a list of them).
+
+        Raises ``ParameterError`` before anything runs if one of them can't. Ctrl-C aborts them all; the LLM can be
+        used on.
+        """
+        return self._generate(_prompt_list(prompts), sampling_params or self.get_default_sampling_params(), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The replies to one conversation or a list of them, in order.
+
+        Without ``sampling_params`` a reply may take the rest of the context.
+        """
+        if not messages:
+            raise ParameterError("messages", "is empty, must have at least one message")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        ids = [
+            self.encode_chat(
+                conversation,  # type: ignore[arg-type]
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        default = dataclasses.replace(self.get_default_sampling_params(), max_tokens=None)
+        return self._generate(ids, sampling_params or default, use_tqdm)
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The prompt of a conversation; ``options`` as of ``lmjax.text.chat.render_chat``."""
+        text = render_chat(self.tokenizer, list(messages), **options)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestUpdate]:
+        """The updates of one request as they come. Closing the iterator aborts it."""
+        params = sampling_params or self.get_default_sampling_params()
+        checked = check_request(self._encode(prompt), params, self.info, self.tokenizer)
+        return (update for _, update in self._run([checked]))
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Frees the executor's memory. Idempotent."""
+        if self._dead is None:
+            self._dead = "the engine is closed"
+            self._engine.executor.close()
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _params_list(sampling_params, len(prompts))
+        ids = [self._encode(prompt) for prompt in prompts]
+        checked = [check_request(i, p, self.info, self.tokenizer) for i, p in zip(ids, params, strict=True)]
+        collectors = [
+            Collector(self.tokenizer, prompt if isinstance(prompt, str) else None, c.prompt, c.params)
+            for prompt, c in zip(prompts, checked, strict=True)
+        ]
+        with _progress_bar(len(prompts), use_tqdm) as bar, contextlib.closing(self._run(checked)) as updates:
+            for index, update in updates:
+                collectors[index].add(update)
+                bar(update)
+        return [collector.output() for collector in collectors]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _run(self, checked: Sequence[Checked]) -> Iterator[tuple[int, RequestUpdate]]:
+        """Updates with the index of their request. Other runs may go on at the same time: each steps for all."""
+        ready: list[RequestState] = []
+        requests: dict[int, tuple[int, RequestState]] = {}
+        try:
+            for index, request in enumerate(checked):
+                state = self._add(request, ready)
+                requests[state.handle] = (index, state)
+            while requests:
+                if not ready:
+                    self._turn()
+                while ready:
+                    state = ready.pop()
+                    update = state.take()
+                    if update is None or state.handle not in requests:
+                        continue
+                    if state.error is not None:
+                        raise state.error
+                    index = requests[state.handle][0]
+                    if update.finished:
+                        del requests[state.handle]
+                    yield index, update
+        finally:
+            self._abort([state for _, state in requests.values()])
+
+    def _add(self, checked: Checked, ready: list[RequestState]) -> RequestState:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        now = time.monotonic()
+        with self._lock:
+            state = self._outputs.open(uuid.uuid4().hex, checked.prompt, checked.params, now)
+            state.waiter = ready
+            self._engine.handle(
+                AddRequest(
+                    handle=state.handle,
+                    prompt=np.asarray(checked.prompt, "<i4").tobytes(),
+                    params=checked.params,
+                    stop_ids=checked.stop_ids,
+                    bad_words_ids=checked.bad_words_ids,
+                    arrival=now,
+                )
+            )
+            if state.pending is not None:
+                ready.append(state)
+        return state
+
+    def _turn(self) -> None:
+        """One step for everybody. An interrupt in the middle of it would leave the scheduler and the device apart."""
+        with _interrupts_deferred(), self._lock:
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            try:
+                self._engine.step()
+            except Exception as error:
+                self._dead = f"the engine's loop failed: {type(error).__name__}: {error}"
+                self._outputs.fail_all(self._dead)
+                raise
+            records, self._records[:] = list(self._records), []
+            for record in records:
+                touched, aborts = self._outputs.process(record)
+                for state in touched:
+                    state.waiter.append(state)
+                if aborts:
+                    self._engine.handle(AbortRequest(aborts))
+
+    def _abort(self, states: list[RequestState]) -> None:
+        if not states or self._dead is not None:
+            return
+        with self._lock:
+            handles = [handle for state in states for handle in self._outputs.close(state)]
+            self._engine.handle(AbortRequest(handles))
+        for _ in range(2):  # what is in flight comes back, then its blocks are free
+            if self._engine.busy:
+                self._turn()
+
+
+def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
+    known = {f.name for f in dataclasses.fields(EngineConfig)}
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{name}: unknown setting; known are {', '.join(sorted(known))}")
+    config = EngineConfig(model=model, **settings).validate()
+    for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{flag(name)} turns away a server's clients; an LLM queues all that it is given")
+    return config
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ParameterError("sampling_params", f"got {len(params)} of them for {count} prompts, must be one or as many")
+    return list(params)
+
+
+@contextlib.contextmanager
+def _progress_bar(count: int, enabled: bool) -> Iterator[Callable[[RequestUpdate], None]]:
+    from tqdm import tqdm
+
+    tokens, begin = 0, time.monotonic()
+    with tqdm(total=count, disable=not enabled, unit="req", dynamic_ncols=True) as bar:
+
+        def advance(update: RequestUpdate) -> None:
+            nonlocal tokens
+            tokens += sum(len(delta.token_ids) for delta in update.deltas)
+            if update.finished:
+                bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):.1f} tok/s", refresh=False)
+                bar.update()
+
+        yield advance
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C in the block takes effect at its end. Only the main thread gets signals, so only there it matters."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if caught and callable(previous):
+        previous(*caught[0])
