@@ -1,10 +1,137 @@
-"""XLA form of paged attention (first version: every token walks its own blocks; the fast forms come next)."""
+"""XLA forms of paged attention: one for decode rows, one for tiles of prefill rows. Fast on a CPU, right everywhere.
+
+Both walk the KV blocks in chunks with an online softmax (Milakov and Gimelshein, 2018) up to a bound known at run time.
+Keys and values are gathered apart: gathering both at once and slicing was 1.3x slower on XLA:CPU.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+TILE = 64  # query tokens of one sequence that share each gather of its blocks
+TILE_BLOCKS = 16  # KV blocks a tile takes in at once
+GATHER = 128  # decode rows x blocks in one gather: larger spills the cache, smaller loses to loop overhead
+
+
+class _Softmax(NamedTuple):
+    """Running maximum and sum [..., Q], accumulated values [..., Q, H]."""
+
+    top: jax.Array
+    total: jax.Array
+    acc: jax.Array
+
+
+def _start(shape: tuple[int, ...], dim: int) -> _Softmax:
+    return _Softmax(jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape), jnp.zeros((*shape, dim)))
+
+
+def _absorb(state: _Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> _Softmax:
+    """q [X, K, Q, H]; k, v [X, K, C, H]; seen bool [X, Q or 1, C]."""
+    s = jnp.einsum("xkqh,xkch->xkqc", q, k, preferred_element_type=jnp.float32)
+    s = jnp.where(seen[:, None], s, -jnp.inf)
+    top = jnp.maximum(state.top, s.max(-1))
+    safe = jnp.where(jnp.isfinite(top), top, jnp.float32(0))  # rows that have seen nothing yet
+    p = jnp.exp(s - safe[..., None])
+    fade = jnp.exp(state.top - safe)
+    # a weight of zero would not stop a NaN in a masked V (null block, blocks not yet written)
+    v = jnp.where(seen.any(1)[:, None, :, None], v, jnp.float32(0))
+    pv = jnp.einsum("xkqc,xkch->xkqh", p, v, preferred_element_type=jnp.float32)
+    return _Softmax(top, state.total * fade + p.sum(-1), state.acc * fade[..., None] + pv)
+
+
+def _result(state: _Softmax) -> jax.Array:
+    return state.acc / jnp.maximum(state.total, jnp.float32(1e-30))[..., None]
+
+
+def _gather(pool: jax.Array, layer: int, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """blocks int32 [X, C] -> keys and values, float32 [X, K, C * B, H]."""
+    rows, count = blocks.shape
+
+    def take(which: int) -> jax.Array:
+        x = pool[layer, which, blocks].astype(jnp.float32)  # [X, C, K, B, H]
+        return jnp.moveaxis(x, 2, 1).reshape(rows, pool.shape[3], count * pool.shape[4], pool.shape[5])
+
+    return take(0), take(1)
+
+
+def _seen(positions: jax.Array, first: jax.Array, count: int, window: int | None) -> jax.Array:
+    """positions int32 [..., Q] -> bool [..., Q, count]: which of the tokens first .. first + count - 1 each sees."""
+    at = first + jnp.arange(count, dtype=jnp.int32)
+    at = at.reshape((1,) * positions.ndim + (count,))
+    seen = at <= positions[..., None]
+    return seen if window is None else seen & (at > positions[..., None] - window)
+
+
+def _chunks(first: jax.Array, last: jax.Array, size: int, window: int | None) -> tuple[jax.Array, jax.Array]:
+    """Loop bounds over chunks of ``size`` tokens for queries at positions first .. last."""
+    low = jnp.zeros_like(last) if window is None else jnp.maximum(first - window + 1, 0) // size
+    return low, (last + size) // size
+
+
+def _decode(
+    q: jax.Array, pool: jax.Array, layer: int, tables: jax.Array, positions: jax.Array, window: int | None
+) -> jax.Array:
+    """q [X, K, G, H] scaled; tables int32 [X, P]; positions int32 [X], -1: nothing to do. Returns [X, K, G, H]."""
+    rows, block = q.shape[0], pool.shape[4]
+    count = max(1, min(8, GATHER // rows))
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
+
+    def body(j: jax.Array, state: _Softmax) -> _Softmax:
+        k, v = _gather(pool, layer, lax.dynamic_slice_in_dim(tables, j * count, count, 1))
+        seen = _seen(positions, j * (count * block), count * block, window)
+        return _absorb(state, q, k, v, seen[:, None])
+
+    first = jnp.min(jnp.where(positions < 0, jnp.int32(2**30), positions))
+    low, high = _chunks(first, jnp.max(positions), count * block, window)
+    return _result(lax.fori_loop(low, high, body, _start(q.shape[:3], q.shape[3])))
+
+
+def _prefill(
+    q: jax.Array,  # [T, K, G, H] scaled
+    out: jax.Array,  # [T, K, G, H]  written where a tile has tokens
+    pool: jax.Array,
+    layer: int,
+    tables: jax.Array,  # int32 [S, P]
+    query_starts: jax.Array,
+    query_lens: jax.Array,  # 0 for rows that are no prefill rows
+    context_lens: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    tokens, kv_heads, group, dim = q.shape
+    block, tile = pool.shape[4], min(TILE, tokens)
+    count = min(TILE_BLOCKS, tables.shape[1])
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
+    tiles = (query_lens + tile - 1) // tile  # [S]
+    ends = jnp.cumsum(tiles)
+
+    def one_tile(i: jax.Array, out: jax.Array) -> jax.Array:
+        row = jnp.sum((ends <= i).astype(jnp.int32))
+        begin = query_starts[row] + (i - ends[row] + tiles[row]) * tile
+        stop = jnp.minimum(begin + tile, query_starts[row] + query_lens[row])
+        start = jnp.minimum(begin, tokens - tile)  # the slice must lie within T: it may begin before the tile
+        index = start + jnp.arange(tile, dtype=jnp.int32)
+        ours = (index >= begin) & (index < stop)
+        offset = context_lens[row] - query_lens[row] - query_starts[row]  # position = index in T + offset
+        positions = jnp.where(ours, index + offset, jnp.int32(-1))
+        qt = lax.dynamic_slice_in_dim(q, start, tile, 0)  # [tile, K, G, H]
+        qt = jnp.moveaxis(qt, 0, 2).reshape(1, kv_heads, group * tile, dim)
+
+        def body(j: jax.Array, state: _Softmax) -> _Softmax:
+            k, v = _gather(pool, layer, lax.dynamic_slice(tables, (row, j * count), (1, count)))
+            seen = _seen(positions, j * (count * block), count * block, window)
+            return _absorb(state, qt, k, v, jnp.tile(seen, (group, 1))[None])
+
+        low, high = _chunks(begin + offset, stop - 1 + offset, count * block, window)
+        state = lax.fori_loop(low, high, body, _start((1, kv_heads, group * tile), dim))
+        o = jnp.moveaxis(_result(state).reshape(kv_heads, group, tile, dim), 2, 0)
+        kept = lax.dynamic_slice_in_dim(out, start, tile, 0)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(ours[:, None, None, None], o, kept), start, 0)
+
+    return lax.fori_loop(jnp.zeros_like(ends[-1]), ends[-1], one_tile, out)
 
 
 def paged_attention_xla(
@@ -25,33 +152,24 @@ def paged_attention_xla(
     window: int | None = None,
 ) -> jax.Array:
     """Same arguments as ``pallas_kernels.paged_attention.paged_attention``."""
-    num_q, heads, dim = q.shape
-    kv_heads, block = pool.shape[3], pool.shape[4]
-    group = heads // kv_heads
-    qf = (q.astype(jnp.float32) * jnp.float32(scale)).reshape(num_q, kv_heads, group, dim)
-    tables = block_tables[token_rows]  # [T, P]
-
-    def body(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        m, den, acc = carry
-        kv = pool[layer, :, lax.dynamic_index_in_dim(tables, j, 1, keepdims=False)].astype(jnp.float32)
-        k, v = kv[:, 0], kv[:, 1]  # [T, K, B, H]
-        at = j * block + jnp.arange(block, dtype=jnp.int32)
-        seen = at[None, :] <= positions[:, None]
-        if window is not None:
-            seen &= at[None, :] > positions[:, None] - window
-        s = jnp.einsum("tkgh,tkbh->tkgb", qf, k)
-        s = jnp.where(seen[:, None, None, :], s, -jnp.inf)
-        top = jnp.maximum(m, s.max(-1))
-        safe = jnp.where(jnp.isfinite(top), top, 0.0)
-        p = jnp.exp(s - safe[..., None])
-        alpha = jnp.exp(m - safe)
-        # a masked V may be NaN (null block): a zero weight would not stop it
-        v = jnp.where(seen[:, None, :, None], v, 0.0)
-        return top, den * alpha + p.sum(-1), acc * alpha[..., None] + jnp.einsum("tkgb,tkbh->tkgh", p, v)
-
-    zero = jnp.zeros((num_q, kv_heads, group), jnp.float32)
-    last = (jnp.max(context_lens) + block - 1) // block
-    start = jnp.zeros_like(last)
-    _, den, acc = lax.fori_loop(start, last, body, (zero - jnp.inf, zero, jnp.zeros_like(qf)))
-    out = acc / jnp.maximum(den, 1e-30)[..., None]
-    return out.reshape(num_q, heads, dim).astype(q.dtype)
+    tokens, heads, dim = q.shape
+    rows, kv_heads = block_tables.shape[0], pool.shape[3]
+    scaled = (q.astype(jnp.float32) * jnp.float32(scale)).reshape(tokens, kv_heads, heads // kv_heads, dim)
+    if tokens < 16:  # few tokens: each walks its own blocks, and the tile loop need not be compiled
+        real = jnp.arange(tokens, dtype=jnp.int32) < num_tokens
+        out = _decode(scaled, pool, layer, block_tables[token_rows], jnp.where(real, positions, -1), window)
+        return out.reshape(tokens, heads, dim).astype(q.dtype)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    count = min(rows, tokens)
+    decode = _decode(
+        scaled[:count],
+        pool,
+        layer,
+        block_tables[:count],
+        jnp.where(row < num_decode, context_lens - 1, -1)[:count],
+        window,
+    )
+    out = jnp.zeros_like(scaled).at[:count].set(decode)
+    lens = jnp.where((row >= num_decode) & (row < num_rows), query_lens, 0)
+    out = _prefill(scaled, out, pool, layer, block_tables, query_starts, lens, context_lens, window)
+    return out.reshape(tokens, heads, dim).astype(q.dtype)

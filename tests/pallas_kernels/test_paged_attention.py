@@ -1,0 +1,115 @@
+"""Paged attention and the KV write against float64 numpy on ragged batches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import paged_attention
+
+
+def dense_attention(q, keys, values, positions, scale, window):
+    """q [n, N, H], keys/values [c, K, H] of one sequence, float64."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = np.repeat(keys, group, 1), np.repeat(values, group, 1)
+    scores = np.einsum("qnh,cnh->nqc", q, keys) * scale
+    at = np.arange(len(keys))
+    seen = at[None] <= positions[:, None]
+    if window:
+        seen &= at[None] > positions[:, None] - window
+    scores = np.where(seen[None], scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("nqc,cnh->qnh", p / p.sum(-1, keepdims=True), values)
+
+
+def make_case(rng, rows, heads, kv_heads, dim, block, tokens, max_rows, width):
+    """rows: list of (tokens before this step, tokens in this step); one-token rows must come first."""
+    layers, layer = 2, 1
+    lengths = [before + new for before, new in rows]
+    num_blocks = 1 + sum(-(-n // block) for n in lengths) + 3
+    free = list(rng.permutation(num_blocks - 1) + 1)
+    pool = np.full((layers, 2, num_blocks, kv_heads, block, dim), np.nan, np.float32)  # unwritten: must not leak
+    tables = np.zeros((max_rows, width), np.int32)
+    arrays = {k: np.zeros(max_rows, np.int32) for k in ("query_starts", "query_lens", "context_lens")}
+    token_rows, positions, blocks, offsets = (np.zeros(tokens, np.int32) for _ in range(4))
+    q = rng.normal(size=(tokens, heads, dim))
+    k, v = rng.normal(size=(2, tokens, kv_heads, dim))
+    parts, at = [], 0
+    for r, (before, new) in enumerate(rows):
+        total = before + new
+        mine = [free.pop() for _ in range(-(-total // block))]
+        tables[r, : len(mine)] = mine
+        old = rng.normal(size=(2, before, kv_heads, dim))
+        for p in range(before):
+            pool[layer, :, mine[p // block], :, p % block] = old[:, p]
+        arrays["query_starts"][r], arrays["query_lens"][r], arrays["context_lens"][r] = at, new, total
+        span = slice(at, at + new)
+        token_rows[span], positions[span] = r, np.arange(before, total)
+        blocks[span] = [mine[p // block] for p in range(before, total)]
+        offsets[span] = np.arange(before, total) % block
+        keys, values = (np.concatenate([old[i], new_kv[span]]) for i, new_kv in enumerate((k, v)))
+        parts.append((span, q[span], keys, values, positions[span]))
+        at += new
+    arrays["parts"] = parts
+    return q, k, v, pool, tables, arrays, token_rows, positions, blocks, offsets, at, layer
+
+
+CASES = {
+    "decode": ([(5, 1), (0, 1), (47, 1), (16, 1)], 8, 8),
+    "one": ([(40, 1)], 1, 1),
+    "small prefill": ([(0, 7)], 8, 8),
+    "prefill": ([(0, 100)], 128, 16),
+    "chunk": ([(33, 90)], 128, 16),
+    "mixed": ([(20, 1), (63, 1), (0, 30), (31, 65), (7, 2)], 128, 8),
+    "many short": ([(0, 3)] * 10, 32, 32),
+    "full bucket": ([(15, 1), (0, 127)], 128, 8),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 21])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 16), (4, 4, 20), (4, 1, 8)])
+@pytest.mark.parametrize("name", CASES)
+def test_matches_dense(name, heads, kv_heads, dim, window):
+    rows, tokens, max_rows = CASES[name]
+    rng = np.random.default_rng(3)
+    q, k, v, pool, tables, arrays, token_rows, positions, blocks, offsets, used, layer = make_case(
+        rng, rows, heads, kv_heads, dim, 16, tokens, max_rows, 11
+    )
+    scale = dim**-0.5
+    num_decode = next((i for i, (_, new) in enumerate(rows) if new > 1), len(rows))
+
+    @partial(jax.jit, donate_argnums=1)
+    def run(q, pool, k, v):
+        pool = kv_write(pool, k, v, layer=layer, block_ids=jnp.asarray(blocks), offsets=jnp.asarray(offsets))
+        out = paged_attention(
+            q,
+            pool,
+            layer=layer,
+            block_tables=jnp.asarray(tables),
+            token_rows=jnp.asarray(token_rows),
+            positions=jnp.asarray(positions),
+            query_starts=jnp.asarray(arrays["query_starts"]),
+            query_lens=jnp.asarray(arrays["query_lens"]),
+            context_lens=jnp.asarray(arrays["context_lens"]),
+            num_decode=jnp.int32(num_decode),
+            num_rows=jnp.int32(len(rows)),
+            num_tokens=jnp.int32(used),
+            scale=scale,
+            window=window,
+        )
+        return out, pool
+
+    out, pool_after = run(*(jnp.asarray(x, jnp.float32) for x in (q, pool, k, v)))
+    assert np.isfinite(np.asarray(out)[:used]).all()
+    for span, query, keys, values, at in arrays["parts"]:
+        want = dense_attention(query, keys, values, at, scale, window)
+        np.testing.assert_allclose(np.asarray(out)[span], want, atol=2e-5)
+    after = np.asarray(pool_after)
+    for t in range(used):
+        np.testing.assert_array_equal(after[layer, 0, blocks[t], :, offsets[t]], k[t].astype(np.float32))
+    assert np.isnan(after[1 - layer]).all()  # the other layer is untouched
