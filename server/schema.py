@@ -1,0 +1,142 @@
+"""Request bodies as typed structs. ``server.fields`` says which fields exist; a test keeps the two equal.
+
+Types are strict: ``"1"`` is no number, ``1`` is no boolean, ``1.5`` is no integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from server.errors import ApiError, bad_request
+from server.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Route, applied_fields
+
+Prompt = str | list[str | int | list[int]]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # only false: nothing is obfuscated
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What completions and chat have in common. Names that ``SamplingParams`` has too mean the same."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    request_id: str | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool = False
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: Prompt | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[dict[str, Any]] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """With ``messages``, the fields that make a prompt of them are those of chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int] | None = None
+
+
+STRUCTS: dict[str, type[msgspec.Struct]] = {
+    COMPLETION: CompletionRequest,
+    CHAT: ChatRequest,
+    TOKENIZE: TokenizeRequest,
+    DETOKENIZE: DetokenizeRequest,
+}
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def decode(body: bytes, route: Route, struct: type[T]) -> T:
+    """A body as its struct; raises ``ApiError`` 400 that names the field."""
+    raw = _guard(lambda: msgspec.json.decode(body))
+    if not isinstance(raw, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    kept = applied_fields(route, raw)
+    return _guard(lambda: msgspec.convert(kept, struct, strict=True))
+
+
+def _guard(step: Callable[[], Any]) -> Any:
+    try:
+        return step()
+    except msgspec.ValidationError as exc:
+        raise _validation_error(str(exc)) from None
+    except msgspec.DecodeError as exc:
+        raise ApiError(400, f"the body is not valid JSON: {exc}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body's JSON is nested too deeply", code="invalid_json") from None
+    except UnicodeError as exc:
+        raise ApiError(400, f"the body is not valid UTF-8: {exc}", code="invalid_json") from None
+
+
+def _validation_error(message: str) -> ApiError:
+    """msgspec says ``Expected `int`, got `str` - at `$.a.b[0]` ``."""
+    what, _, where = message.partition(" - at `$")
+    path = where.rstrip("`").lstrip(".")
+    if not path and "unknown field `" in what:
+        path = what.split("`")[1]
+    return bad_request(path or None, what[:1].lower() + what[1:].replace("`", "'"), code="invalid_type")
