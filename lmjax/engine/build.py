@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lmjax.engine.engine import Engine
     from lmjax.engine.records import StepRecord
 
-DEFAULT_EXECUTOR = "lmjax.runtime.build:build_executor"
+DEFAULT_EXECUTOR = "lmjax.runtime.executor:build_executor"
 
 
 class Front(NamedTuple):

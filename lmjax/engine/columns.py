@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from lmjax.core.output import FinishedEvent, LogprobOutput, PromptLogprobOutput, StartedEvent, StepOutput
@@ -33,11 +31,11 @@ def new_request(message: AddRequest) -> NewRequest:
     )
 
 
-def step_record(output: StepOutput | None, events: Sequence[FinishedEvent]) -> StepRecord | None:
-    """``events``: ends of requests that no step tells of. None if there is nothing to tell."""
+def step_record(output: StepOutput | None) -> StepRecord | None:
+    """None if there is nothing to tell."""
     if output is None:
-        return StepRecord(finished=[_finished(event) for event in events]) if events else None
-    if not (len(output.handles) or output.started or output.finished or output.prompt_logprobs or events):
+        return None
+    if not (len(output.handles) or output.started or output.finished or output.prompt_logprobs):
         return None
     return StepRecord(
         handles=_bytes(output.handles, "<i8"),
@@ -45,7 +43,7 @@ def step_record(output: StepOutput | None, events: Sequence[FinishedEvent]) -> S
         logprobs=None if output.logprobs is None else _logprobs(output.logprobs),
         prompt_logprobs=[_prompt_logprobs(entry) for entry in output.prompt_logprobs],
         started=[_started(event) for event in output.started],
-        finished=[_finished(event) for event in (*output.finished, *events)],
+        finished=[_finished(event) for event in output.finished],
     )
 
 

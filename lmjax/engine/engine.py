@@ -77,7 +77,7 @@ class Engine:
             result = self.executor.collect(done[1])
             waited = time.perf_counter() - submitted
             output = self.scheduler.update(done[0], result)
-        record = step_record(output, self.scheduler.take_events())
+        record = step_record(output or self.scheduler.take_events())
         now = time.perf_counter()
         if record is not None or now >= self._next_stats:
             self._tell(record or StepRecord(), now)

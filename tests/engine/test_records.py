@@ -84,9 +84,9 @@ def test_step_record_keeps_every_column():
             )
         ],
         started=[StartedEvent(5, 16, 2.5)],
-        finished=[FinishedEvent(7, "stop", 3)],
+        finished=[FinishedEvent(7, "stop", 3), FinishedEvent(9, "error", None, "full", True)],
     )
-    record = through(step_record(output, [FinishedEvent(9, "error", None, "full", True)]), Outbound)
+    record = through(step_record(output), Outbound)
     assert np.frombuffer(record.handles, "<i8").tolist() == [5, 2**40, 7]
     assert np.frombuffer(record.token_ids, "<i4").tolist() == [1, 2, 3]
     assert np.frombuffer(record.logprobs.rows, "<i4").tolist() == [0, 2]
@@ -100,5 +100,6 @@ def test_step_record_keeps_every_column():
 
 def test_nothing_to_tell_is_no_record():
     empty = StepOutput(np.zeros(0, np.int64), np.zeros(0, np.int32))
-    assert step_record(None, []) is None and step_record(empty, []) is None
-    assert step_record(None, [FinishedEvent(1, "abort")]).finished == [Finished(1, "abort")]
+    assert step_record(None) is None and step_record(empty) is None
+    empty.finished.append(FinishedEvent(1, "abort"))
+    assert step_record(empty).finished == [Finished(1, "abort")]
