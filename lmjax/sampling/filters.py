@@ -19,9 +19,13 @@ from lmjax.sampling.rows import Rows
 NUM_CANDIDATES = 256
 
 
-def weights_of(scores: jax.Array, best: jax.Array, inv_temperature: jax.Array) -> jax.Array:
-    """exp((scores - best) / temperature); the difference comes first so that tiny temperatures can't overflow."""
-    return jnp.exp((scores - best) * inv_temperature)
+def weights_of(scores: jax.Array, best: jax.Array, inv_temperature: jax.Array, kept: jax.Array) -> jax.Array:
+    """exp((scores - best) / temperature) where scores >= kept, else 0; the arguments broadcast.
+
+    The difference comes first so that tiny temperatures can't overflow. (The ``where`` is also what lets XLA:CPU
+    vectorise a sum of this over a single column: 0.3 instead of 3 ms for 150,000 tokens.)
+    """
+    return jnp.where(scores >= kept, jnp.exp((scores - best) * inv_temperature), jnp.float32(0))
 
 
 def _to_key(x: jax.Array) -> jax.Array:
@@ -73,11 +77,9 @@ def _top_k(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array
 def _top_p(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array, kept: jax.Array) -> jax.Array:
     """The last logit of the smallest set of the tokens >= ``kept`` [S] that has the mass top_p; -inf where off."""
     used = _uses_top_p(rows)
-    weights = weights_of(scores, best[None, :], rows.inv_temperature[None, :])
-    weights = jnp.where(scores >= kept[None, :], weights, jnp.float32(0))
+    weights = weights_of(scores, best[None, :], rows.inv_temperature[None, :], kept[None, :])
     mass = rows.top_p * weights.sum(axis=0)
-    inside = weights_of(candidates, best[:, None], rows.inv_temperature[:, None])
-    inside = jnp.where(candidates >= kept[:, None], inside, jnp.float32(0))
+    inside = weights_of(candidates, best[:, None], rows.inv_temperature[:, None], kept[:, None])
     reached = jnp.cumsum(inside, axis=1) >= mass[:, None]
     index = jnp.argmax(reached, axis=1).astype(jnp.int32)
     exact = jnp.take_along_axis(candidates, index[:, None], axis=1, mode="promise_in_bounds")[:, 0]

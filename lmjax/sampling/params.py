@@ -26,7 +26,8 @@ FLAG_MASK = 4  # allowed_token_ids, or min_tokens with stop ids
 FLAG_BIAS = 8
 FLAG_BAD_WORDS = 16
 
-# Order of a parameter row; rows.py reads the same. All zeros is a greedy row without features (padding rows). 'f' fields are float bits, 'I' fields unsigned.
+# Order of a parameter row; rows.py reads the same. 'f' fields are float bits, 'I' fields unsigned.
+# All zeros is a greedy row without features (for padding rows).
 FIELDS = (
     ("flags", "i"),
     ("inv_temperature", "f"),

@@ -26,7 +26,7 @@ class SampleOut(NamedTuple):
 
 
 def _draw(
-    chunked: jax.Array, best: jax.Array, inv_temperature: jax.Array, threshold: jax.Array | None, u: jax.Array
+    chunked: jax.Array, best: jax.Array, inv_temperature: jax.Array, threshold: jax.Array, u: jax.Array
 ) -> jax.Array:
     """Two-level inverse CDF: the token ids [S] at ``u`` [S] of the total weight, or negative if nothing has weight.
 
@@ -34,18 +34,17 @@ def _draw(
     may be drawn. Sums of chunks first, then only inside the chosen chunk: no scan over the vocabulary.
     """
 
-    def weigh(scores: jax.Array, expand) -> jax.Array:
-        weights = weights_of(scores, expand(best), expand(inv_temperature))
-        return weights if threshold is None else jnp.where(scores >= expand(threshold), weights, jnp.float32(0))
-
-    sums = weigh(chunked, lambda a: a[None, None, :]).sum(axis=1)  # [C, S]
+    wide = (1, 1, -1)
+    weights = weights_of(chunked, best.reshape(wide), inv_temperature.reshape(wide), threshold.reshape(wide))
+    sums = weights.sum(axis=1)  # [C, S]
     cumulative = jnp.cumsum(sums, axis=0)
     target = u * cumulative[-1]
     chunk = first_above(cumulative, sums, target, axis=0)
     found = jnp.maximum(chunk, jnp.int32(0))
     before = jnp.take_along_axis(cumulative, jnp.maximum(found - jnp.int32(1), jnp.int32(0))[None, :], axis=0)[0]
     rest = target - jnp.where(found > 0, before, jnp.float32(0))
-    inside = weigh(take_chunk(chunked, found), lambda a: a[:, None])  # [S, CHUNK]
+    scores = take_chunk(chunked, found)  # [S, CHUNK]
+    inside = weights_of(scores, best[:, None], inv_temperature[:, None], threshold[:, None])
     offset = first_above(jnp.cumsum(inside, axis=1), inside, rest, axis=1)
     return jnp.where((chunk < 0) | (offset < 0), jnp.int32(-1), found * jnp.int32(CHUNK) + offset)
 
@@ -61,7 +60,7 @@ def _choose(
         nothing = best == -jnp.inf
         token = jnp.where(nothing, best_token(to_chunks(logits, CHUNK))[1], token)
         best = jnp.where(nothing, jnp.float32(0), best)
-    threshold = thresholds(scores, best, rows, num_candidates) if level >= FILTERED else None
+    threshold = thresholds(scores, best, rows, num_candidates) if level >= FILTERED else rows.min_p_gap  # -inf: all
     drawn = _draw(chunked, best, rows.inv_temperature, threshold, uniform(rows, positions))
     return jnp.where(rows.has(FLAG_RANDOM) & (drawn >= 0), drawn, token)
 
