@@ -1,0 +1,46 @@
+# make serve | test | test-all | lint | bench      (PYTHON=python3.13 picks another interpreter)
+PYTHON ?= python3
+ARGS ?=
+TESTS ?= tests
+# one environment for each version of Python, so that both ends of the jax range can be tested side by side
+TAG := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV ?= .venv/$(TAG)
+BIN := $(VENV)/bin
+# the extra for the NVIDIA card of this machine, if there is one: CUDA 13 needs driver 580 or later
+GPU := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1 | grep -E '^[0-9]+$$' | awk '{print ($$1 >= 580) ? ",cuda13" : ",cuda12"}')
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: serve test test-all lint types bench clean
+
+$(VENV)/.base: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lmjax needs Python 3.11 or later; this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo$(GPU)]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo,test$(GPU)]'
+	@touch $@
+
+serve: $(VENV)/.base
+	$(BIN)/lmjax serve $(ARGS)
+
+test: $(VENV)/.test
+	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
+
+test-all: $(VENV)/.test
+	$(PYTEST) $(TESTS) $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks.scheduler
+	$(BIN)/python -m benchmarks.offline $(ARGS)
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
