@@ -1,0 +1,242 @@
+"""Block tables of the running requests over one pool per KV group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmjax.core.block_pool import BlockPool
+from lmjax.types import KVSpec
+
+_NO_BLOCKS = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class PrefixHit:
+    """``num_blocks`` leading blocks of a prompt that need not be computed; ``blocks``: per group int32 [num_blocks],
+    0 where a window group does not need the block any more."""
+
+    num_blocks: int
+    blocks: list[np.ndarray]
+
+
+class KVManager:
+    """``tables`` [G, S, P]: the block of each column (position // block size) of each slot, 0 where there is none.
+
+    All groups have the same columns. In a window group the columns that no later token sees are given back: the
+    columns in use are ``first_col`` .. ``num_cols`` - 1. Changes go to ``patches`` for the device's copy.
+    """
+
+    def __init__(self, specs: tuple[KVSpec, ...], num_blocks: tuple[int, ...], block_size: int, slots: int, cols: int):
+        self.block_size = block_size
+        self.pools = [BlockPool(n) for n in num_blocks]
+        self.windows = [spec.window if spec.kind == "window" else None for spec in specs]
+        self.window_groups = [g for g, window in enumerate(self.windows) if window is not None]
+        self.full_groups = [g for g, window in enumerate(self.windows) if window is None]
+        self.tables = np.zeros((len(specs), slots, cols), np.int32)
+        self.num_cols = np.zeros(slots, np.int32)
+        self.capacity = np.zeros(slots, np.int32)  # num_cols * block_size: tokens that have room
+        self.first_col = np.zeros((len(specs), slots), np.int32)
+        self._patches: list[np.ndarray] = []
+
+    # room
+
+    @property
+    def num_free(self) -> int:
+        """Columns that can still be added, over all requests."""
+        return min(pool.num_free for pool in self.pools)
+
+    @property
+    def usage(self) -> float:
+        return max(pool.num_used / pool.num_usable for pool in self.pools)
+
+    def cols(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def first_visible_col(self, window: int, start: int) -> int:
+        """First column that a row starting at position ``start`` reads."""
+        return max(0, start - window + 1) // self.block_size
+
+    def peak_cols(self, group: int, num_tokens: int, chunk: int) -> int:
+        """Most blocks that a request of ``num_tokens`` holds at once if it is computed ``chunk`` tokens a step."""
+        window = self.windows[group]
+        cols = self.cols(num_tokens)
+        if window is None:
+            return cols
+        return min(cols, self.cols(window - 1 + chunk) + 1)
+
+    def ever_fits(self, num_tokens: int, chunk: int) -> bool:
+        return all(self.peak_cols(g, num_tokens, chunk) <= pool.num_usable for g, pool in enumerate(self.pools))
+
+    def fits_now(self, num_tokens: int, hit: PrefixHit, chunk: int) -> bool:
+        """Whether a waiting request can be computed with what is free, without preempting others on the way."""
+        for g, pool in enumerate(self.pools):
+            used = hit.blocks[g][hit.blocks[g] > 0]
+            need = max(1, self.peak_cols(g, num_tokens, chunk) - len(used))
+            if need + pool.num_cached_free_of(used) > pool.num_free:
+                return False
+        return True
+
+    # prefix cache
+
+    def lookup(self, digests: list[bytes]) -> PrefixHit:
+        """The longest prefix of ``digests`` that is there: whole in full groups, the last window in window groups."""
+        n = len(digests)
+        for g in self.full_groups:
+            by_digest = self.pools[g].by_digest
+            n = next((i for i in range(n) if digests[i] not in by_digest), n)
+        while True:
+            fitting = n
+            for g in self.window_groups:
+                fitting = self._window_hit(g, digests, fitting)
+            if fitting == n:
+                break
+            n = fitting
+        blocks = []
+        for g, window in enumerate(self.windows):
+            by_digest = self.pools[g].by_digest
+            first = 0 if window is None else min(n, self.first_visible_col(window, n * self.block_size))
+            ids = [0] * first + [by_digest[digest] for digest in digests[first:n]]
+            blocks.append(np.array(ids, np.int32) if ids else _NO_BLOCKS)
+        return PrefixHit(n, blocks)
+
+    def _window_hit(self, group: int, digests: list[bytes], most: int) -> int:
+        """Largest n <= most whose last window is in the pool of ``group``."""
+        by_digest, window = self.pools[group].by_digest, self.windows[group]
+        assert window is not None
+        n = col = most
+        while col > self.first_visible_col(window, n * self.block_size):
+            col -= 1
+            if digests[col] not in by_digest:
+                n = col
+        return n
+
+    def register(self, slot: int, digests: list[bytes], first: int, end: int) -> None:
+        """Names the blocks of columns ``first`` .. ``end`` - 1."""
+        for g, pool in enumerate(self.pools):
+            blocks = self.tables[g, slot, first:end].tolist()
+            for col in range(first, end):
+                if blocks[col - first]:
+                    pool.register(blocks[col - first], digests[col])
+
+    # blocks of a slot
+
+    def open(self, slot: int, hit: PrefixHit) -> None:
+        """Starts a slot's table with the blocks of a prefix hit."""
+        n = hit.num_blocks
+        for g, (pool, blocks) in enumerate(zip(self.pools, hit.blocks, strict=True)):
+            first = n - int(np.count_nonzero(blocks))
+            pool.share(blocks[first:])
+            self.first_col[g, slot] = first
+            self._set(g, slot, 0, blocks)
+        self._set_cols(slot, n)
+
+    def grow(self, slot: int, num_tokens: int) -> None:
+        """Adds columns until there is room for ``num_tokens``. The caller has checked ``num_free``."""
+        first = int(self.num_cols[slot])
+        new = self.cols(num_tokens) - first
+        if new > 0:
+            for g, pool in enumerate(self.pools):
+                self._set(g, slot, first, pool.allocate(new))
+            self._set_cols(slot, first + new)
+
+    def grow_each(self, slots: np.ndarray) -> None:
+        """Adds one column to each of ``slots`` (int [n]). The caller has checked ``num_free``."""
+        cols = self.num_cols[slots]
+        for g, pool in enumerate(self.pools):
+            ids = pool.allocate(len(slots))
+            self.tables[g, slots, cols] = ids
+            patch = np.empty((len(ids), 4), np.int32)
+            patch[:, 0] = g
+            patch[:, 1] = slots
+            patch[:, 2] = cols
+            patch[:, 3] = ids
+            self._patches.append(patch)
+        self.num_cols[slots] = cols + 1
+        self.capacity[slots] += self.block_size
+
+    def free_behind(self, slot: int, start: int) -> None:
+        """Gives back what a row at position ``start``, and all later ones, cannot see in window groups."""
+        for g in self.window_groups:
+            window = self.windows[g]
+            assert window is not None
+            first = int(self.first_col[g, slot])
+            end = min(self.first_visible_col(window, start), int(self.num_cols[slot]))
+            if end > first:
+                self.pools[g].release(self.tables[g, slot, first:end].copy())
+                self._set(g, slot, first, np.zeros(end - first, np.int32))
+                self.first_col[g, slot] = end
+
+    def can_fork(self, leader: int, start: int) -> bool:
+        """Whether the leader still has all blocks that a row at position ``start`` reads."""
+        for g in self.window_groups:
+            window = self.windows[g]
+            assert window is not None
+            if self.first_col[g, leader] > self.first_visible_col(window, start):
+                return False
+        return True
+
+    def fork(self, leader: int, slot: int, start: int) -> list[tuple[int, int, int]]:
+        """Starts a slot's table so that position ``start`` can be computed: the leader's full blocks before it are
+        shared, the block that ``start`` falls in is copied. Returns the copies (group, source, target)."""
+        n = start // self.block_size
+        copies = []
+        for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+            first = 0 if window is None else min(n, self.first_visible_col(window, start))
+            blocks = self.tables[g, leader, :n].copy()
+            blocks[:first] = 0
+            pool.share(blocks[first:])
+            self.first_col[g, slot] = first
+            target = pool.allocate(1)
+            self._set(g, slot, 0, np.concatenate((blocks, target)))
+            if start % self.block_size:
+                copies.append((g, int(self.tables[g, leader, n]), int(target[0])))
+        self._set_cols(slot, n + 1)
+        return copies
+
+    def close(self, slot: int) -> None:
+        """Gives back all blocks of a slot. The end of the sequence is evicted before its beginning."""
+        end = int(self.num_cols[slot])
+        for g, pool in enumerate(self.pools):
+            blocks = self.tables[g, slot, self.first_col[g, slot] : end][::-1]
+            if len(blocks):
+                pool.release(blocks.copy())
+                self.tables[g, slot, :end] = 0
+        self._set_cols(slot, 0)
+        self.first_col[:, slot] = 0
+
+    # patches
+
+    def take_patches(self) -> np.ndarray:
+        """int32 [M, 4] (group, slot, column, block): what changed in the tables since the last call."""
+        patches, self._patches = self._patches, []
+        if not patches:
+            return np.zeros((0, 4), np.int32)
+        return patches[0] if len(patches) == 1 else np.concatenate(patches)
+
+    def _set(self, group: int, slot: int, first: int, blocks: np.ndarray) -> None:
+        n = len(blocks)
+        if n:
+            self.tables[group, slot, first : first + n] = blocks
+            patch = np.empty((n, 4), np.int32)
+            patch[:, 0] = group
+            patch[:, 1] = slot
+            patch[:, 2] = np.arange(first, first + n)
+            patch[:, 3] = blocks
+            self._patches.append(patch)
+
+    def _set_cols(self, slot: int, cols: int) -> None:
+        self.num_cols[slot] = cols
+        self.capacity[slot] = cols * self.block_size
+
+    def check_integrity(self) -> None:
+        """Every reference of every pool is an entry of a table, and the other way round."""
+        for g, pool in enumerate(self.pools):
+            pool.check_integrity()
+            used = self.tables[g][self.tables[g] > 0]
+            counts = np.bincount(used, minlength=pool.num_blocks).astype(np.int32)
+            assert np.array_equal(counts, pool.refs), f"reference counts of group {g}"
+            cols = np.arange(self.tables.shape[2])[None, :]
+            open_cols = (cols >= self.first_col[g][:, None]) & (cols < self.num_cols[:, None])
+            assert np.array_equal(self.tables[g] > 0, open_cols), f"table of group {g}"

@@ -1,0 +1,96 @@
+"""What a step's result means for its requests."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from lmjax.core.output import PromptLogprobOutput, StepOutput, reduce_logprobs, reduce_prompt_logprobs
+from lmjax.core.plan import StepPlan, StepResult
+from lmjax.core.request import Request
+from lmjax.core.state import EngineState
+from lmjax.core.stop import end_of, ended_rows
+
+
+def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepOutput:
+    """Appends the new tokens, names blocks that are full now, ends what ends. Events stay in ``state``.
+
+    Rows are matched by (handle, epoch): the token of a request that ended since is dropped; that of a request that
+    lost its slot since is kept, but counts no computed tokens and names no block.
+    """
+    table = state.table
+    prompt_logprobs = _prompt_logprobs(state, result) if result.prompt_logprobs else []
+    slots = plan.slots.astype(np.intp)
+    current = (table.handles[slots] == plan.handles) & (table.epochs[slots] == plan.epochs)
+    live = current & plan.samples
+    rows = live.nonzero()[0]
+    asked = table.logprobs[slots] if result.logprobs is not None else None
+    if len(rows) < len(slots):
+        slots = slots[rows]
+    token_ids = result.token_ids[rows]
+    lengths = table.known[slots]
+    table.tokens[slots, lengths] = token_ids
+    lengths = lengths + 1
+    table.known[slots] = lengths
+    if state.caching:
+        _name_full_blocks(state, slots, lengths)
+    for row in ended_rows(table, slots, token_ids, lengths):
+        _end_if_over(state, table.requests[slots[row]], int(token_ids[row]), int(lengths[row]))
+    emitted = rows
+    if not current.all():
+        late = _read_late_tokens(state, plan, result, (~current & plan.samples).nonzero()[0].tolist(), asked)
+        if late:
+            emitted = np.concatenate((rows, np.array(late, np.intp)))
+    state.stats.generation_tokens += len(emitted)
+    output = StepOutput(plan.handles[emitted], token_ids if emitted is rows else result.token_ids[emitted])
+    output.prompt_logprobs = prompt_logprobs
+    if asked is not None:
+        output.logprobs = reduce_logprobs(result, emitted, asked[emitted])
+    return output
+
+
+def _prompt_logprobs(state: EngineState, result: StepResult) -> list[PromptLogprobOutput]:
+    reduced = []
+    for entry in result.prompt_logprobs:
+        request = state.requests.get(entry.handle)
+        if request is not None and request.params.prompt_logprobs is not None:
+            reduced.append(reduce_prompt_logprobs(entry, request.params.prompt_logprobs))
+    return reduced
+
+
+def _name_full_blocks(state: EngineState, slots: np.ndarray, lengths: np.ndarray) -> None:
+    # a block's name needs its tokens, its KV a step that is planned; program order does the rest
+    table = state.table
+    there = np.minimum(lengths, table.computed[slots])
+    full = (there >= table.next_named[slots]).nonzero()[0]
+    if not len(full):
+        return
+    began = time.perf_counter()
+    for slot, length in zip(slots[full].tolist(), there[full].tolist(), strict=True):
+        state.name_blocks(slot, length)
+    state.stats.hash_seconds += time.perf_counter() - began
+
+
+def _end_if_over(state: EngineState, request: Request | None, token_id: int, length: int) -> None:
+    assert request is not None
+    end = end_of(request, token_id, length)
+    if end is not None:
+        state.finish(request, *end)
+
+
+def _read_late_tokens(
+    state: EngineState, plan: StepPlan, result: StepResult, rows: list[int], asked: np.ndarray | None
+) -> list[int]:
+    """Tokens of requests that lost their slot while the step ran. Returns the plan rows that count."""
+    kept = []
+    for row in rows:
+        request = state.requests.get(int(plan.handles[row]))
+        if request is None or not request.pending or request.epoch != plan.epochs[row] + 1:
+            continue
+        kept.append(row)
+        if asked is not None:
+            asked[row] = -1 if request.params.logprobs is None else request.params.logprobs
+        token_id = int(result.token_ids[row])
+        _end_if_over(state, request, token_id, state.read_late_token(request, token_id))
+    return kept

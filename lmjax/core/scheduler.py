@@ -1,0 +1,290 @@
+"""Continuous batching on the host: which tokens each step computes, and what its results mean.
+
+The device may be one step behind: ``schedule`` for step k+1 is called before ``update`` of step k. Everything per
+decoding request is a numpy operation over arrays indexed by slot; Python loops run over events only (arrivals, ends,
+full blocks, prefill chunks).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from hashlib import blake2b
+
+import numpy as np
+
+from lmjax.config import SchedulerConfig
+from lmjax.core.block_hash import root_digest
+from lmjax.core.output import FinishedEvent, StepOutput
+from lmjax.core.plan import ExecutorInfo, StepPlan, StepResult
+from lmjax.core.policy import rank
+from lmjax.core.prefill import PrefillPlanner, PrefillRow
+from lmjax.core.request import ForkGroup, NewRequest, Request, State
+from lmjax.core.results import read_result
+from lmjax.core.state import EngineState
+from lmjax.core.stats import SchedulerStats
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+def request_seed(config_seed: int, handle: int) -> int:
+    """The seed of a request that gave none: fixed by the engine's seed and the handle of its choice 0, so that it is
+    the same after preemption and for all choices (those differ by their sample index)."""
+    return int.from_bytes(blake2b(f"{config_seed}:{handle}".encode(), digest_size=8).digest()) >> 1
+
+
+class Scheduler:
+    """``add`` and ``abort`` at any time; then ``schedule`` -> run the plan -> ``update``.
+
+    At most one plan may be without its ``update`` when ``schedule`` is called. Plans are updated in order.
+    """
+
+    def __init__(self, config: SchedulerConfig, info: ExecutorInfo):
+        self.config, self.info = config, info
+        self.budget = min(config.max_num_batched_tokens, info.token_buckets[-1])
+        self.state = EngineState(config, info)
+        self.prefill = PrefillPlanner(self.state, self.budget)
+        self._next_sequence = 0
+        self._next_step = 0
+        self._iteration_tokens: list[int] = []
+
+    # requests
+
+    def add(self, new: NewRequest) -> None:
+        """Queues a request, or ends it at once with reason ``error`` if it can never run or the queue is full."""
+        message = self._why_never(new)
+        full = None if message else self._why_full(new)
+        if message or full:
+            for handle in range(new.handle, new.handle + new.params.n):
+                event = FinishedEvent(handle, "error", message=message or full, queue_full=message is None)
+                self.state.finished.append(event)
+            return
+        choices = self._choices(new)
+        self.state.requests.update((choice.handle, choice) for choice in choices)
+        if len(choices) > 1:
+            group = ForkGroup(choices[0], choices[1:])
+            for choice in choices:
+                choice.group = group
+                choice.state = State.HELD
+            choices[0].state = State.WAITING
+        self.state.queue.push(choices[0])
+
+    def _choices(self, new: NewRequest) -> list[Request]:
+        params, length = new.params, len(new.prompt)
+        seed = request_seed(self.config.seed, new.handle) if params.seed is None else params.seed
+        most = self.info.max_model_len
+        limit = most if params.max_tokens is None else min(length + params.max_tokens, most)
+        root = root_digest(new.adapter, new.cache_salt)
+        first = self._next_sequence
+        self._next_sequence += params.n
+        return [
+            Request(
+                handle=new.handle + i,
+                index=i,
+                prompt=new.prompt,
+                params=params if i == 0 else _without_prompt_logprobs(params),
+                stop_ids=new.stop_ids,
+                bad_words_ids=new.bad_words_ids,
+                rank=rank(self.config.scheduling_policy, new.priority, new.arrival, first + i),
+                seed=seed,
+                limit=limit,
+                root=root,
+                history=new.prompt,
+                num_targets=0 if i == 0 and params.prompt_logprobs is not None else -1,
+            )
+            for i in range(params.n)
+        ]
+
+    def _why_never(self, new: NewRequest) -> str | None:
+        length, info = len(new.prompt), self.info
+        if length == 0:
+            return "the prompt is empty"
+        if length >= info.max_model_len:
+            return f"the prompt has {length} tokens, the context {info.max_model_len}: no room for a reply"
+        low, high = int(new.prompt.min()), int(new.prompt.max())
+        if low < 0 or high >= info.vocab_size:
+            return f"token id {low if low < 0 else high} is outside the vocabulary of {info.vocab_size}"
+        if not self.config.enable_chunked_prefill and length > self.budget:
+            return f"the prompt has {length} tokens, a step at most {self.budget}, and chunked prefill is off"
+        if not self.state.kv.ever_fits(length, 1 if self.config.enable_chunked_prefill else length):
+            blocks = min(pool.num_usable for pool in self.state.kv.pools)
+            return f"the prompt has {length} tokens, more than the KV cache of {blocks} blocks of {info.block_size}"
+        return None
+
+    def _why_full(self, new: NewRequest) -> str | None:
+        queue, config = self.state.queue, self.config
+        if config.max_num_queued_reqs is not None and len(queue) >= config.max_num_queued_reqs:
+            return f"the queue is full: {len(queue)} requests wait"
+        most = config.max_num_queued_tokens
+        if most is not None and queue.num_tokens + len(new.prompt) > most:
+            return f"the queue is full: {queue.num_tokens} tokens wait, at most {most} may"
+        return None
+
+    def abort(self, handles: Iterable[int]) -> None:
+        """Ends choices in any state. Unknown handles (ended already) are passed over."""
+        for handle in handles:
+            request = self.state.requests.get(handle)
+            if request is not None:
+                self.state.finish(request, "abort")
+
+    def has_work(self) -> bool:
+        """Whether some request has not ended, or some event was not taken."""
+        state = self.state
+        return bool(state.requests or state.started or state.finished)
+
+    # planning
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if no request can have a token in it."""
+        began = time.perf_counter()
+        state = self.state
+        if state.vacated:
+            state.decode = state.decode[state.table.handles[state.decode] >= 0]
+            state.vacated = False
+        slots = self._decode_slots()
+        rows: list[PrefillRow] = []
+        if state.prefill or len(state.queue):
+            rows = self.prefill.plan(len(slots))
+            if state.vacated:
+                slots = slots[state.table.handles[slots] >= 0]
+        patches = state.kv.take_patches()
+        if state.vacated and len(patches):
+            patches = patches[state.table.handles[patches[:, 1]] >= 0]
+        plan = self._plan(slots, rows, patches) if len(slots) or rows else None
+        state.stats.plan_seconds += time.perf_counter() - began
+        return plan
+
+    def _decode_slots(self) -> np.ndarray:
+        """The slots that decode in this step, each with room for its token."""
+        state, slots = self.state, self.state.decode
+        if len(slots) > self.budget:  # they take turns
+            slots, rest = slots[: self.budget], slots[self.budget :]
+            state.decode = np.concatenate((rest, slots))
+        table, kv = state.table, state.kv
+        growing = slots[table.computed[slots] >= kv.capacity[slots]]
+        if not len(growing):
+            return slots
+        if kv.window_groups:
+            for slot in growing.tolist():
+                kv.free_behind(slot, int(table.computed[slot]))
+        while len(growing) > kv.num_free:
+            if not state.make_room():
+                request = table.requests[int(growing[0])]
+                assert request is not None
+                state.cut_short(request)
+                return slots[:0]
+            growing = growing[table.handles[growing] >= 0]
+        if len(growing):
+            kv.grow_each(growing)
+        return slots[table.handles[slots] >= 0] if state.vacated else slots
+
+    def _plan(self, decode: np.ndarray, rows: list[PrefillRow], patches: np.ndarray) -> StepPlan:
+        state, table = self.state, self.state.table
+        count = len(decode)
+        starts = table.computed[decode]
+        table.computed[decode] = starts + 1
+        planned = starts + 2
+        table.planned[decode] = planned
+        if (planned >= table.limit[decode]).any():
+            # their last token is on its way: never plan past a length that is known beforehand
+            state.decode = state.decode[table.planned[state.decode] < table.limit[state.decode]]
+        if rows:
+            slots = np.array([*decode.tolist(), *(row.request.slot for row in rows)], np.intp)
+            starts = np.concatenate((starts, np.array([row.start for row in rows], np.int32)))
+            lengths = np.ones(len(slots), np.int32)
+            lengths[count:] = [row.length for row in rows]
+            samples = np.ones(len(slots), bool)
+            samples[count:] = [row.samples for row in rows]
+            chunks = [table.tokens[row.request.slot, row.start : row.start + row.length] for row in rows]
+            token_ids = np.concatenate(chunks)
+            target_ids = _target_ids(rows, len(token_ids))
+            if self.prefill.new_decodes:
+                state.decode = np.concatenate((state.decode, np.array(self.prefill.new_decodes, np.intp)))
+        else:
+            slots, token_ids, target_ids = decode, _NO_TOKENS, None
+            lengths, samples = np.ones(count, np.int32), np.ones(count, bool)
+        plan = StepPlan(
+            step_id=self._next_step,
+            num_decode=count,
+            slots=slots.astype(np.int32),
+            handles=table.handles[slots],
+            epochs=table.epochs[slots],
+            starts=starts,
+            lengths=lengths,
+            samples=samples,
+            token_ids=token_ids,
+            target_ids=target_ids,
+            patches=patches,
+            slot_loads=state.slot_loads,
+            copies=self.prefill.copies if rows else [],
+        )
+        state.slot_loads = []
+        state.release_ready_groups()
+        self._next_step += 1
+        state.stats.steps += 1
+        state.stats.scheduled_tokens += plan.num_tokens
+        self._iteration_tokens.append(plan.num_tokens)
+        return plan
+
+    # results
+
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Reads a step's result: new tokens, log-probabilities, and the events since the last output."""
+        began = time.perf_counter()
+        output = read_result(self.state, plan, result)
+        self._hand_over_events(output)
+        self.state.stats.plan_seconds += time.perf_counter() - began
+        return output
+
+    def take_events(self) -> StepOutput | None:
+        """Starts and ends that no ``update`` has given out yet, or None."""
+        if not self.state.started and not self.state.finished:
+            return None
+        output = StepOutput(np.zeros(0, np.int64), _NO_TOKENS)
+        self._hand_over_events(output)
+        return output
+
+    def _hand_over_events(self, output: StepOutput) -> None:
+        state = self.state
+        output.started, state.started = state.started, []
+        output.finished, state.finished = state.finished, []
+
+    # insight
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot. ``iteration_tokens`` starts anew with each."""
+        state = self.state
+        tokens, self._iteration_tokens = self._iteration_tokens, []
+        return replace(
+            state.stats,
+            num_running=state.num_running,
+            num_waiting=len(state.requests) - state.num_running,
+            kv_usage=state.kv.usage,
+            iteration_tokens=tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if free + cached + used blocks, references, tables or queues do not add up."""
+        self.state.check_integrity()
+
+
+def _without_prompt_logprobs(params):
+    return params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+
+
+def _target_ids(rows: list[PrefillRow], total: int) -> np.ndarray | None:
+    """int32 [total]: the prompt token after each prefill token of those rows that want prompt log-probabilities."""
+    targets = None
+    at = 0
+    for row in rows:
+        request = row.request
+        first = max(row.start, request.num_targets)
+        end = min(row.start + row.length, request.num_prompt - 1)
+        if request.num_targets >= 0 and first < end:
+            if targets is None:
+                targets = np.full(total, -1, np.int32)
+            targets[at + first - row.start : at + end - row.start] = request.prompt[first + 1 : end + 1]
+            request.num_targets = end
+        at += row.length
+    return targets

@@ -1,0 +1,86 @@
+"""What changes with every token of the running requests, as arrays indexed by slot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lmjax.core.request import Request
+
+MAX_STOP_IDS = 8  # more go through a set on the request (``many_stops``)
+
+
+class SlotTable:
+    """Rows of the running requests; S slots.
+
+    Three lengths of a slot, in tokens: ``known`` (the host has read them), ``planned`` (drawn by the steps planned so
+    far, so planned - known are on their way) and ``computed`` (those whose KV is in the pool after the steps planned
+    so far). A decode row is computed = planned - 1.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int):
+        self.num_slots = num_slots
+        self.requests: list[Request | None] = [None] * num_slots
+        self.tokens = np.zeros((num_slots, max_model_len), np.int32)
+        self.handles = np.full(num_slots, -1, np.int64)
+        self.epochs = np.zeros(num_slots, np.int32)
+        self.known = np.zeros(num_slots, np.int32)
+        self.planned = np.zeros(num_slots, np.int32)
+        self.computed = np.zeros(num_slots, np.int32)
+        self.limit = np.zeros(num_slots, np.int32)
+        self.next_named = np.zeros(num_slots, np.int32)  # tokens at which the next full block gets its name
+        self.stop_ids = np.full((num_slots, MAX_STOP_IDS), -1, np.int32)
+        self.many_stops = np.zeros(num_slots, bool)
+        self.logprobs = np.full(num_slots, -1, np.int32)  # number of top entries asked for; -1: none at all
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._num_many_stops = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def any_many_stops(self) -> bool:
+        return self._num_many_stops > 0
+
+    def take(self, request: Request, computed: int) -> int:
+        """Gives the request a slot and fills its row."""
+        slot = self._free.pop()
+        history, params, stops = request.history, request.params, request.stop_ids
+        request.slot = slot
+        self.requests[slot] = request
+        self.tokens[slot, : len(history)] = history
+        self.handles[slot] = request.handle
+        self.epochs[slot] = request.epoch
+        self.known[slot] = self.planned[slot] = len(history)
+        self.computed[slot] = computed
+        self.limit[slot] = request.limit
+        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        if len(stops) <= MAX_STOP_IDS:
+            self.stop_ids[slot, : len(stops)] = stops
+        else:
+            self.many_stops[slot] = True
+            self._num_many_stops += 1
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        request = self.requests[slot]
+        assert request is not None
+        request.slot = -1
+        self.requests[slot] = None
+        self.handles[slot] = -1
+        self.stop_ids[slot] = -1
+        if self.many_stops[slot]:
+            self.many_stops[slot] = False
+            self._num_many_stops -= 1
+        self._free.append(slot)
+
+    def check_integrity(self) -> None:
+        used = [slot for slot, request in enumerate(self.requests) if request is not None]
+        assert sorted(used + self._free) == list(range(self.num_slots)), "slots"
+        for slot in used:
+            request = self.requests[slot]
+            assert request is not None
+            assert request.slot == slot and request.handle == self.handles[slot], "owner of a slot"
+            assert request.epoch == self.epochs[slot], "epoch of a slot"
+            assert self.computed[slot] <= self.planned[slot] and self.known[slot] <= self.planned[slot], "lengths"
+            assert self.planned[slot] <= self.limit[slot], "a slot was planned past its limit"

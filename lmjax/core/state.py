@@ -1,0 +1,227 @@
+"""All requests of the engine, and the moves between waiting, running and finished."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+
+import numpy as np
+
+from lmjax.config import SchedulerConfig
+from lmjax.core.block_hash import extend_digests
+from lmjax.core.kv_manager import KVManager, PrefixHit
+from lmjax.core.output import FinishedEvent, StartedEvent
+from lmjax.core.plan import ExecutorInfo, SlotLoad
+from lmjax.core.policy import victim
+from lmjax.core.queue import WaitingQueue
+from lmjax.core.request import ForkGroup, Request, State
+from lmjax.core.slots import SlotTable
+from lmjax.core.stats import SchedulerStats
+from lmjax.types import FinishReason
+
+NEVER = 2**31 - 1
+
+
+class EngineState:
+    """Who is where. A running request is in exactly one of: ``prefill`` (some known token is not scheduled yet),
+    ``decode`` (one token a step), or neither (its last token is on its way: planned = limit)."""
+
+    def __init__(self, config: SchedulerConfig, info: ExecutorInfo):
+        self.config, self.info = config, info
+        self.caching = config.enable_prefix_caching
+        self.table = SlotTable(info.max_num_seqs, info.max_model_len)
+        cols = -(-info.max_model_len // info.block_size)
+        self.kv = KVManager(info.kv_specs, info.num_blocks, info.block_size, info.max_num_seqs, cols)
+        self.queue = WaitingQueue()
+        self.requests: dict[int, Request] = {}
+        self.decode = np.zeros(0, np.intp)  # slots
+        self.prefill: list[Request] = []  # by rank
+        self.ready_groups: list[ForkGroup] = []  # their choices may fork from the next step on
+        self.stats = SchedulerStats()
+        self.started: list[StartedEvent] = []
+        self.finished: list[FinishedEvent] = []
+        self.slot_loads: list[SlotLoad] = []
+        self.vacated = False  # a slot was given back since the decode slots were last cleaned
+
+    @property
+    def num_running(self) -> int:
+        return self.table.num_slots - self.table.num_free
+
+    # into a slot
+
+    def start(self, request: Request, computed: int) -> int:
+        """Takes a request from the queue into a slot; ``computed`` of its tokens need not be computed."""
+        self.queue.remove(request)
+        request.state = State.RUNNING
+        slot = self.table.take(request, computed)
+        named = computed // self.info.block_size
+        self.table.next_named[slot] = (named + 1) * self.info.block_size if self.caching else NEVER
+        self.slot_loads.append(
+            SlotLoad(
+                slot,
+                request.params,
+                request.seed,
+                request.index,
+                request.history,
+                request.num_prompt,
+                request.stop_ids,
+                request.bad_words_ids,
+            )
+        )
+        return slot
+
+    def note_started(self, request: Request, num_cached: int, looked_up: bool) -> None:
+        """Once for each request, when it gets its first slot."""
+        if request.started:
+            return
+        request.started = True
+        request.num_cached = num_cached
+        self.started.append(StartedEvent(request.handle, num_cached, time.monotonic()))
+        if looked_up:
+            self.stats.prefix_queries += request.num_prompt
+            self.stats.prefix_hits += num_cached
+        group = request.group
+        if group is None or not group.prompt_counted:
+            self.stats.prompt_tokens += request.num_prompt
+            if group is not None:
+                group.prompt_counted = True
+
+    def lookup(self, request: Request) -> PrefixHit:
+        """The prefix hit of a waiting request: full blocks, and at least one token is left to compute."""
+        if not self.caching:
+            return self.kv.lookup([])
+        began = time.perf_counter()
+        extend_digests(request.digests, request.root, request.history, self.info.block_size)
+        most = (len(request.history) - 1) // self.info.block_size
+        if 0 <= request.num_targets < request.num_prompt - 1:
+            # prompt log-probabilities come from computing the prompt: skip only what was asked before
+            most = min(most, request.num_targets // self.info.block_size)
+        hit = self.kv.lookup(request.digests[:most])
+        self.stats.hash_seconds += time.perf_counter() - began
+        return hit
+
+    def name_blocks(self, slot: int, num_tokens: int) -> None:
+        """Names the full blocks of the first ``num_tokens`` tokens: all of them known, and their KV scheduled."""
+        request = self.table.requests[slot]
+        assert request is not None
+        block_size = self.info.block_size
+        first = int(self.table.next_named[slot]) // block_size - 1
+        end = num_tokens // block_size
+        extend_digests(request.digests, request.root, self.table.tokens[slot, :num_tokens], block_size)
+        self.kv.register(slot, request.digests, first, end)
+        self.table.next_named[slot] = (end + 1) * block_size
+
+    def keep_prefilling(self, request: Request) -> None:
+        insort(self.prefill, request, key=lambda r: r.rank)
+
+    # out of a slot
+
+    def preempt(self, request: Request) -> None:
+        """Back to the waiting requests; everything is computed again later (or found in the prefix cache)."""
+        self.stats.preemptions += 1
+        self._suspend(request)
+        request.state = State.WAITING
+        self.queue.push(request)
+
+    def make_room(self) -> bool:
+        """Frees blocks: of requests that only wait for their last token, else of the lowest in rank.
+
+        False if there is nobody but the one request that asks.
+        """
+        table = self.table
+        last_on_its_way = (table.planned == table.limit) & (table.handles >= 0)
+        if last_on_its_way.any():
+            for slot in last_on_its_way.nonzero()[0].tolist():
+                request = table.requests[slot]
+                assert request is not None
+                self._suspend(request)
+                request.state = State.PARKED
+            return True
+        if self.num_running <= 1:
+            return False
+        self.preempt(victim(request for request in table.requests if request is not None))
+        return True
+
+    def cut_short(self, request: Request) -> None:
+        """The only running request has no room to grow: it ends with what it has."""
+        slot = request.slot
+        request.limit = self.table.limit[slot] = int(self.table.planned[slot])
+        if self.table.planned[slot] == self.table.known[slot]:
+            self.finish(request, "length")
+
+    def _suspend(self, request: Request) -> None:
+        table, slot = self.table, request.slot
+        known = int(table.known[slot])
+        request.history = table.tokens[slot, :known].copy()
+        request.pending = int(table.planned[slot]) - known
+        request.epoch += 1
+        self._vacate(request)
+
+    def _vacate(self, request: Request) -> None:
+        slot = request.slot
+        if request in self.prefill:
+            self.prefill.remove(request)
+        self.kv.close(slot)
+        self.table.give_back(slot)
+        self.vacated = True
+
+    # ends
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | None = None) -> None:
+        """Takes a request in any state out of everything."""
+        if request.state is State.RUNNING:
+            self._vacate(request)
+        elif request.state is State.WAITING:
+            self.queue.remove(request)
+        group = request.group
+        if group is not None:
+            if request.state is State.HELD:
+                group.held.remove(request)
+            elif group.leader is request and group.ready_epoch < 0 and group.held:
+                self._promote(group)
+        request.state = State.FINISHED
+        del self.requests[request.handle]
+        self.finished.append(FinishedEvent(request.handle, reason, stop_reason))
+
+    def _promote(self, group: ForkGroup) -> None:
+        """The leader is gone before its prompt was scheduled: the next choice prefills it."""
+        group.leader = group.held.pop(0)
+        self.release_held(group.leader)
+
+    def release_held(self, request: Request) -> None:
+        request.state = State.WAITING
+        self.queue.push(request)
+
+    def release_ready_groups(self) -> None:
+        """Lets the choices into the queue whose leader's prompt is scheduled by now."""
+        for group in self.ready_groups:
+            held, group.held = group.held, []
+            for request in held:
+                self.release_held(request)
+        self.ready_groups.clear()
+
+    def read_late_token(self, request: Request, token_id: int) -> int:
+        """A token that was on its way when its request lost the slot. Returns the request's length."""
+        request.history = np.append(request.history, np.int32(token_id))
+        request.pending -= 1
+        if request.state is State.WAITING:
+            self.queue.num_tokens += 1
+        return len(request.history)
+
+    def check_integrity(self) -> None:
+        """Blocks, tables, slots, queue and the sets of running requests fit together. Raises AssertionError."""
+        self.table.check_integrity()
+        self.kv.check_integrity()
+        self.queue.check_integrity()
+        table = self.table
+        held = [r for r in self.requests.values() if r.state is State.HELD]
+        groups = {id(r.group): r.group for r in self.requests.values() if r.group is not None}
+        assert sorted(r.handle for r in held) == sorted(r.handle for g in groups.values() for r in g.held), "held"
+        running = {r.slot for r in self.requests.values() if r.state is State.RUNNING}
+        assert running == {s for s, r in enumerate(table.requests) if r is not None}, "running requests"
+        decode = [s for s in self.decode.tolist() if table.handles[s] >= 0]
+        prefill = [r.slot for r in self.prefill]
+        ending = [s for s in running if table.planned[s] == table.limit[s] and s not in prefill]
+        decode = [s for s in decode if s not in ending]
+        assert sorted(decode + prefill + ending) == sorted(running), "a running request is in no set, or in two"
+        assert len(self.queue) == sum(r.state is State.WAITING for r in self.requests.values()), "waiting requests"

@@ -1,0 +1,89 @@
+"""One answer: what a request gets does not depend on batching, chunks, prefix hits, preemption or overlap."""
+
+import numpy as np
+import pytest
+
+from lmjax.config import SchedulerConfig
+from tests.fakes import FakeExecutor, fake_info, full_spec, request, run_requests, window_spec
+
+GROUPS = {"full": (full_spec(),), "full+window": (full_spec(), window_spec(40))}
+
+
+def random_requests(count=200, seed=0, longest=150):
+    rng = np.random.default_rng(seed)
+    prefixes = [rng.integers(0, 1000, int(n)) for n in (16, 33, 64, 100)]
+    found, handle = [], 0
+    for _ in range(count):
+        tail = rng.integers(0, 1000, int(rng.integers(1, 50)))
+        prompt = np.concatenate((prefixes[rng.integers(4)], tail)) if rng.random() < 0.5 else tail
+        n = int(rng.integers(2, 5)) if rng.random() < 0.15 else 1
+        params = dict(
+            n=n,
+            temperature=float(rng.choice([0.0, 1.0])),
+            seed=int(rng.integers(2**40)) if rng.random() < 0.5 else None,
+            max_tokens=int(rng.integers(1, 60)),
+            logprobs=int(rng.integers(0, 5)) if rng.random() < 0.3 else None,
+            prompt_logprobs=2 if rng.random() < 0.2 else None,
+        )
+        params["min_tokens"] = int(rng.integers(0, params["max_tokens"] + 1)) if rng.random() < 0.5 else 0
+        stop_ids = tuple(int(i) for i in rng.choice(1000, int(rng.choice([0, 3, 40])), replace=False))
+        params["stop_token_ids"] = list(stop_ids[:2])
+        found.append(request(handle, prompt[:longest], stop_ids=stop_ids, **params))
+        handle += n
+    return found
+
+
+def config(**changes):
+    return SchedulerConfig(**{"max_num_batched_tokens": 64, **changes})
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def alone(request):
+    specs = GROUPS[request.param]
+    requests = random_requests()
+    answers = {}
+    for one in requests:
+        found, _ = run_requests([one], config(enable_prefix_caching=False), fake_info(specs=specs), overlap=False)
+        answers.update(found)
+    return specs, requests, answers
+
+
+WAYS = {
+    "chunks of 16": (dict(max_num_batched_tokens=16), {}),
+    "chunks of 64": (dict(max_num_batched_tokens=64), {}),
+    "long prompts in chunks of 8": (dict(long_prefill_token_threshold=8), {}),
+    "chunks off": (dict(max_num_batched_tokens=256, enable_chunked_prefill=False), {}),
+    "prefix cache off": (dict(enable_prefix_caching=False), {}),
+    "small pool": ({}, dict(num_blocks=24)),
+    "small pool, prefix cache off": (dict(enable_prefix_caching=False), dict(num_blocks=24)),
+    "small pool, chunks off": (dict(max_num_batched_tokens=256, enable_chunked_prefill=False), dict(num_blocks=24)),
+    "priority": (dict(scheduling_policy="priority"), dict(num_blocks=40)),
+    "more slots than tokens": (dict(max_num_batched_tokens=8), dict(max_num_seqs=24)),
+}
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+@pytest.mark.parametrize("way", WAYS)
+def test_same_answers(alone, way, overlap):
+    specs, requests, expected = alone
+    changes, sizes = WAYS[way]
+    rng = np.random.default_rng(5)
+    arrivals = {r.handle: int(rng.integers(0, 150)) for r in requests}
+    if way == "priority":
+        for r in requests:
+            r.priority = int(rng.integers(3))
+    info = fake_info(specs=specs, **sizes)
+    answers, scheduler = run_requests(requests, config(**changes), info, FakeExecutor(info), overlap, arrivals)
+    for handle, answer in expected.items():
+        got = answers[handle]
+        assert got.token_ids == answer.token_ids, handle
+        assert (got.reason, got.stop_reason) == (answer.reason, answer.stop_reason), handle
+        assert got.logprobs == answer.logprobs, handle
+        assert got.prompt_logprobs == answer.prompt_logprobs, handle
+    stats = scheduler.stats()
+    if way.startswith("small pool"):
+        assert stats.preemptions >= 30
+    if changes.get("enable_prefix_caching", True):
+        assert stats.prefix_hits > 0
+    scheduler.check_integrity()
+    assert all(pool.num_free == pool.num_usable for pool in scheduler.state.kv.pools)
