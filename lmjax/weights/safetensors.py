@@ -60,7 +60,7 @@ def read_bytes(info: TensorInfo, out: np.ndarray) -> None:
     """Fill the contiguous array ``out`` with the tensor's bytes."""
     with open(info.file, "rb") as f:
         f.seek(info.offset)
-        if f.readinto(memoryview(out.reshape(-1)).cast("B")) != info.size:
+        if f.readinto(out.reshape(-1).view(np.uint8).data) != info.size:
             raise WeightError(info.file, f"tensor {info.name}: the file was cut while it was being read")
 
 
