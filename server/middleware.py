@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -14,6 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from server.errors import ApiError, to_api_error
+from server.note import note
 from server.params import is_label
 from server.settings import ServerSettings
 
@@ -27,7 +27,8 @@ CLIENT_CLOSED = 499  # for the log only: the client went away first
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The outermost layer: whatever happens inside becomes an answer and a line in the access log."""
     given = request.headers.get("X-Request-Id", "")
-    request["id"] = given if is_label(given) else uuid.uuid4().hex
+    if is_label(given):
+        note(request).id = given
     start, status = time.monotonic(), CLIENT_CLOSED
     try:
         try:
@@ -36,7 +37,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         except Exception as exc:
             response = to_api_error(exc).response()
-        status = CLIENT_CLOSED if request.get("gone") else response.status
+        status = CLIENT_CLOSED if note(request).gone else response.status
         return response
     finally:
         _log(request, status, time.monotonic() - start)
@@ -46,18 +47,19 @@ def _log(request: web.Request, status: int, seconds: float) -> None:
     level = logging.DEBUG if request.path in (*OPEN_PATHS, "/metrics") else logging.INFO
     if not access_log.isEnabledFor(level):
         return
+    about = note(request)
     line = {
         "time": round(time.time(), 3),
         "method": request.method,
         "path": request.path[:200],
         "status": status,
         "ms": round(seconds * 1000, 1),
-        "request_id": request["id"],
+        "request_id": about.id,
     }
-    if "tokens" in request:
-        line["prompt_tokens"], line["completion_tokens"] = request["tokens"]
-    if "failed" in request:
-        line["error"] = request["failed"]
+    if about.tokens is not None:
+        line["prompt_tokens"], line["completion_tokens"] = about.tokens
+    if about.error is not None:
+        line["error"] = about.error
     access_log.log(level, "%s", msgspec.json.encode(line).decode())
 
 
@@ -124,8 +126,7 @@ def make_headers(settings: ServerSettings) -> Callable[[web.Request, web.StreamR
 
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "lmjax"
-        if "id" in request:
-            response.headers["X-Request-Id"] = request["id"]
+        response.headers["X-Request-Id"] = note(request).id
         if not settings.allowed_origins:
             return
         response.headers["Vary"] = "Origin"

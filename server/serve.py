@@ -11,6 +11,7 @@ from aiohttp import web
 from lmjax.types import QueueFullError, RequestUpdate
 from server.errors import ApiError, to_api_error, unavailable
 from server.generation import Generation
+from server.note import note
 from server.openai.replies import Usage, usage
 from server.sse import EventStream, ReaderGone
 from server.state import ServerState
@@ -46,7 +47,7 @@ async def stream(
                 events.add_usage(total_usage(generation))
             await events.finish(stall)
     except ReaderGone:
-        request["gone"] = True
+        note(request).gone = True
     except Exception as exc:
         if not events.opened:
             raise
@@ -55,11 +56,11 @@ async def stream(
 
 
 async def _fail(request: web.Request, events: EventStream, error: ApiError, stall: float) -> None:
-    request["failed"] = error.code
+    note(request).error = error.code
     try:
         await events.fail(error, min(stall, 5.0))
     except ReaderGone:
-        request["gone"] = True
+        note(request).gone = True
 
 
 async def collect(request: web.Request, state: ServerState, generation: Generation, take: Handle) -> None:
@@ -87,6 +88,6 @@ async def running(request: web.Request, state: ServerState, generation: Generati
         state.metrics.rejected("queue_full")
         raise
     finally:
-        request["tokens"] = (generation.prompt_tokens, generation.completion_tokens)
+        note(request).tokens = (generation.prompt_tokens, generation.completion_tokens)
         await generation.close()
         state.active.discard(task)
