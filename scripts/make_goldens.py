@@ -1,0 +1,124 @@
+"""Makes the goldens of the model tests with Hugging Face transformers (``pip install lmjax[oracle]``).
+
+    python scripts/make_goldens.py tiny
+    python scripts/make_goldens.py smollm2 DIR     # DIR: the embedded model as a float32 Hugging Face directory
+
+Everything runs in float32 on one thread, one sequence at a time, so that no padding and no batching enters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+GOLDENS = ROOT / "tests" / "goldens"
+NUM_TOKENS = 64
+
+
+def load(path: Path) -> Any:
+    """The model in float32 with eager attention; fails if a tensor is missing, unexpected or of another shape."""
+    config = AutoConfig.from_pretrained(path)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    problems = {key: value for key, value in info.items() if value}
+    if problems:
+        raise SystemExit(f"{path}: {problems}")
+    return model.eval()
+
+
+def make_tiny() -> None:
+    """Rotary frequencies, and logits at some positions, of every case of tests/tiny.py -> tests/goldens/tiny.npz."""
+    from tests import tiny
+
+    arrays: dict[str, np.ndarray] = {}
+    for name in tiny.CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            path = tiny.write(name, folder)
+            arrays[f"{name}/checksum"] = np.array(tiny.checksum(tiny.tensors(name)))
+            for i, (ids, at) in enumerate(zip(tiny.prompts(name), tiny.stored_positions(name), strict=True)):
+                model = load(path)  # anew for each prompt: dynamic rope remembers the longest sequence it saw
+                with torch.no_grad():
+                    out = model(torch.tensor(ids, dtype=torch.long)[None], use_cache=False).logits[0]
+                rotary = model.model.rotary_emb
+                arrays[f"{name}/inv_freq"] = rotary.inv_freq.float().numpy()
+                arrays[f"{name}/attention_factor"] = np.array(rotary.attention_scaling)
+                arrays[f"{name}/{i}"] = out[torch.tensor(at, dtype=torch.long)].float().numpy()
+        spread = float(arrays[f"{name}/0"].std())
+        print(f"{name}: logits' deviation {spread:.2f}")
+    np.savez_compressed(GOLDENS / "tiny.npz", **arrays)
+    print(f"{GOLDENS / 'tiny.npz'}: {(GOLDENS / 'tiny.npz').stat().st_size / 1e3:.0f} kB")
+
+
+def greedy(model: Any, ids: list[int], count: int) -> tuple[list[int], list[float], list[float]]:
+    """``count`` greedy tokens (not stopping at eos), their log-probabilities and the gap to the second best logit."""
+    cache, feed = None, torch.tensor([ids], dtype=torch.long)
+    tokens, logprobs, gaps = [], [], []
+    for _ in range(count):
+        out = model(feed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, row = out.past_key_values, out.logits[0, -1].float()
+        best = torch.topk(row, 2)
+        tokens.append(int(best.indices[0]))
+        logprobs.append(float(best.values[0] - torch.logsumexp(row, 0)))
+        gaps.append(float(best.values[0] - best.values[1]))
+        feed = best.indices[:1][None]
+    return tokens, logprobs, gaps
+
+
+def make_smollm2(path: Path) -> None:
+    """Greedy tokens for the prompts of tests/goldens/prompts.json -> tests/goldens/smollm2_greedy.json."""
+    from transformers import AutoTokenizer
+
+    prompts = json.loads((GOLDENS / "prompts.json").read_text(encoding="utf-8"))
+    tokenizer, model, rows = AutoTokenizer.from_pretrained(path), load(path), []
+    start = time.monotonic()
+    for i, item in enumerate(prompts):
+        if "messages" in item:
+            text = tokenizer.apply_chat_template(item["messages"], add_generation_prompt=True, tokenize=False)
+        else:
+            text = item["prompt"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            tokens, logprobs, gaps = greedy(model, ids, NUM_TOKENS)
+        rows.append(
+            {
+                "prompt_ids": ids,
+                "token_ids": tokens,
+                "logprobs": [round(x, 5) for x in logprobs],
+                # where the two best logits almost tie, another correct engine may differ: tests may allow for it
+                "min_gap": round(min(gaps), 5),
+            }
+        )
+        print(f"{i + 1}/{len(prompts)} {len(ids)} tokens, {time.monotonic() - start:.0f} s", flush=True)
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    (GOLDENS / "smollm2_greedy.json").write_text(f"[\n{lines}\n]\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["tiny", "smollm2"])
+    parser.add_argument("directory", nargs="?", type=Path, help="smollm2: the model's float32 directory")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    GOLDENS.mkdir(parents=True, exist_ok=True)
+    if args.what == "tiny":
+        make_tiny()
+    elif args.directory is None:
+        parser.error("smollm2 needs the model's directory")
+    else:
+        make_smollm2(args.directory)
+
+
+if __name__ == "__main__":
+    main()
