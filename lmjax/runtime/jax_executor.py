@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from lmjax.core.plan import ExecutorInfo, PromptLogprobs, StepPlan, StepResult
-from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.compiler import CompileMonitor
-from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
+from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker, PackedStep
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT
 from lmjax.runtime.sample import unpack_logprobs, unpack_result
 from lmjax.runtime.state import DeviceState, pack_copies, pack_slot
@@ -38,7 +37,7 @@ class InFlight:
     """A submitted step: device arrays that are never donated, so that reading them copies no pool."""
 
     plan: StepPlan
-    key: ForwardKey
+    packed: PackedStep
     submitted: float
     last: jax.Array  # the step is done when this is
     result: jax.Array | None  # int32 [S, columns]; None: no row samples
@@ -107,7 +106,7 @@ class JaxExecutor:
             if array is not None:
                 array.copy_to_host_async()
         self._padded_tokens += key.num_tokens - plan.num_tokens
-        return InFlight(plan, key, begin, last, result, prompt)
+        return InFlight(plan, packed, begin, last, result, prompt)
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Waits for the step. Steps are collected in the order they were submitted."""

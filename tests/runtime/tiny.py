@@ -24,7 +24,7 @@ def tiny_model() -> Path:
 
 def tiny_config(**changes) -> EngineConfig:
     defaults = {
-        "max_num_seqs": 4,
+        "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
         "max_model_len": 128,
         "block_size": 4,
