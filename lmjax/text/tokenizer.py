@@ -25,12 +25,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class TokenizerSettings:
     """What goes with a vocabulary. ``special_tokens``: ``{"bos_token": "<s>", ...}``, visible to templates.
 
-    ``chat_template``: the template, or named templates; ``source``: where it was read from, for messages.
+    ``chat_template``: the template, or named templates; ``source``: where it was read from, for messages;
+    ``end_ids``: ids that end a turn or message besides ``eos_token``, where the files say so.
     """
 
     source: str
     special_tokens: dict[str, str] = field(default_factory=dict)
     chat_template: str | dict[str, str] | None = None
+    end_ids: tuple[int, ...] = ()
 
 
 class Tokenizer:
