@@ -21,7 +21,7 @@ class BlockPool:
         self.refs = np.zeros(num_blocks, np.int32)
         self.by_digest: dict[bytes, int] = {}
         self.digests: list[bytes | None] = [None] * num_blocks
-        self._named = np.zeros(num_blocks, bool)
+        self.named = np.zeros(num_blocks, bool)
         self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_stack = num_blocks - 1
         self._num_cached_free = 0
@@ -47,11 +47,10 @@ class BlockPool:
         """``n`` block ids (int32 [n]) with one reference each. The caller has checked ``num_free``."""
         if n > self.num_free:
             raise RuntimeError(f"{n} blocks wanted, {self.num_free} free")
-        from_stack = min(n, self._num_stack)
-        self._num_stack -= from_stack
-        ids = self._stack[self._num_stack : self._num_stack + from_stack].copy()
-        if from_stack < n:
-            ids = np.concatenate((ids, self._evict(n - from_stack)))
+        if n > self._num_stack:
+            self._evict(n - self._num_stack)
+        self._num_stack -= n
+        ids = self._stack[self._num_stack : self._num_stack + n].copy()
         self.refs[ids] = 1
         return ids
 
@@ -62,13 +61,14 @@ class BlockPool:
         self.refs[ids] = refs + 1
 
     def release(self, ids: np.ndarray) -> None:
-        """One reference less for each of the distinct ``ids``. Named blocks stay findable; the first is evicted first."""
+        """One reference less for each of the distinct ``ids``. Named blocks can be found still; the first of them is
+        evicted first."""
         refs = self.refs[ids] - 1
         self.refs[ids] = refs
         gone = ids if not refs.any() else ids[refs == 0]
         if not len(gone):
             return
-        named = self._named[gone]
+        named = self.named[gone]
         cached = gone[named]
         if len(cached) < len(gone):
             plain = gone[~named] if len(cached) else gone
@@ -77,12 +77,17 @@ class BlockPool:
         if len(cached):
             self._append_lru(cached)
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Names a full block. If another block has that name already, it keeps it."""
-        if digest not in self.by_digest:
-            self.by_digest[digest] = block
-            self.digests[block] = digest
-            self._named[block] = True
+    def register(self, blocks: list[int], digests: list[bytes]) -> None:
+        """Names full blocks (0: none there). If another block has that name already, it keeps it."""
+        by_digest, names = self.by_digest, self.digests
+        new = []
+        for block, digest in zip(blocks, digests, strict=True):
+            if block and digest not in by_digest:
+                by_digest[digest] = block
+                names[block] = digest
+                new.append(block)
+        if new:
+            self.named[new] = True
 
     def num_cached_free_of(self, ids: np.ndarray) -> int:
         return len(ids) - int(np.count_nonzero(self.refs[ids]))
@@ -112,9 +117,10 @@ class BlockPool:
         ids = self._lru_ids[at]
         return (self.refs[ids] == 0) & (self._stamps[ids] == self._lru_stamps[at])
 
-    def _evict(self, n: int) -> np.ndarray:
+    def _evict(self, n: int) -> None:
+        """Moves at least ``n`` cached-free blocks to the free ones; some more in a large pool, which saves calls."""
+        missing = n = min(max(n, self.num_blocks // 64), self._num_cached_free)
         found: list[np.ndarray] = []
-        missing = n
         while missing:
             if self._head == self._tail:
                 raise RuntimeError("the LRU list lost a cached-free block")
@@ -129,10 +135,11 @@ class BlockPool:
         for block in ids.tolist():
             del by_digest[digests[block]]  # type: ignore[arg-type]
             digests[block] = None
-        self._named[ids] = False
+        self.named[ids] = False
         self._stamps[ids] = 0
         self._num_cached_free -= n
-        return ids
+        self._stack[self._num_stack : self._num_stack + n] = ids[::-1]
+        self._num_stack += n
 
     def check_integrity(self) -> None:
         """free + cached-free + used = all, names both ways, LRU complete. Raises AssertionError."""
@@ -144,7 +151,7 @@ class BlockPool:
         assert len(lru) == self._num_cached_free, "number of cached-free blocks"
         listed = np.sort(np.concatenate((stack, lru)))
         assert np.array_equal(listed, unused), "free and cached-free blocks are not the unused ones"
-        assert not self._named[stack].any() and self._named[lru].all(), "a free block is named"
-        assert np.array_equal(np.flatnonzero(self._named), sorted(self.by_digest.values())), "names of blocks"
+        assert not self.named[stack].any() and self.named[lru].all(), "a free block is named"
+        assert np.array_equal(np.flatnonzero(self.named), sorted(self.by_digest.values())), "names of blocks"
         for digest, block in self.by_digest.items():
             assert self.digests[block] == digest, "digest of a named block"

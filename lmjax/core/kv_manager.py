@@ -9,16 +9,17 @@ import numpy as np
 from lmjax.core.block_pool import BlockPool
 from lmjax.types import KVSpec
 
-_NO_BLOCKS = np.zeros(0, np.int32)
-
 
 @dataclass(slots=True)
 class PrefixHit:
-    """``num_blocks`` leading blocks of a prompt that need not be computed; ``blocks``: per group int32 [num_blocks],
-    0 where a window group does not need the block any more."""
+    """``num_blocks`` leading blocks of a prompt that need not be computed; ``blocks``: their ids per group, 0 where a
+    window group does not need the block any more."""
 
     num_blocks: int
-    blocks: list[np.ndarray]
+    blocks: list[list[int]]
+
+
+NO_HIT = PrefixHit(0, [])
 
 
 class KVManager:
@@ -45,6 +46,8 @@ class KVManager:
     @property
     def num_free(self) -> int:
         """Columns that can still be added, over all requests."""
+        if len(self.pools) == 1:
+            return self.pools[0].num_free
         return min(pool.num_free for pool in self.pools)
 
     @property
@@ -72,9 +75,11 @@ class KVManager:
     def fits_now(self, num_tokens: int, hit: PrefixHit, chunk: int) -> bool:
         """Whether a waiting request can be computed with what is free, without preempting others on the way."""
         for g, pool in enumerate(self.pools):
-            used = hit.blocks[g][hit.blocks[g] > 0]
-            need = max(1, self.peak_cols(g, num_tokens, chunk) - len(used))
-            if need + pool.num_cached_free_of(used) > pool.num_free:
+            need = self.peak_cols(g, num_tokens, chunk)
+            if hit.num_blocks:
+                used = np.array([block for block in hit.blocks[g] if block], np.int32)
+                need = max(1, need - len(used)) + pool.num_cached_free_of(used)
+            if need > pool.num_free:
                 return False
         return True
 
@@ -93,12 +98,13 @@ class KVManager:
             if fitting == n:
                 break
             n = fitting
+        if not n:
+            return NO_HIT
         blocks = []
         for g, window in enumerate(self.windows):
             by_digest = self.pools[g].by_digest
             first = 0 if window is None else min(n, self.first_visible_col(window, n * self.block_size))
-            ids = [0] * first + [by_digest[digest] for digest in digests[first:n]]
-            blocks.append(np.array(ids, np.int32) if ids else _NO_BLOCKS)
+            blocks.append([0] * first + [by_digest[digest] for digest in digests[first:n]])
         return PrefixHit(n, blocks)
 
     def _window_hit(self, group: int, digests: list[bytes], most: int) -> int:
@@ -113,19 +119,22 @@ class KVManager:
         return n
 
     def register(self, slot: int, digests: list[bytes], first: int, end: int) -> None:
-        """Names the blocks of columns ``first`` .. ``end`` - 1."""
+        """Names the blocks of columns ``first`` .. ``end`` - 1 of one slot."""
         for g, pool in enumerate(self.pools):
-            blocks = self.tables[g, slot, first:end].tolist()
-            for col in range(first, end):
-                if blocks[col - first]:
-                    pool.register(blocks[col - first], digests[col])
+            pool.register(self.tables[g, slot, first:end].tolist(), digests[first:end])
+
+    def register_each(self, slots: np.ndarray, cols: np.ndarray, digests: list[bytes]) -> None:
+        """Names one block of each of ``slots``, that of column ``cols``."""
+        for g, pool in enumerate(self.pools):
+            pool.register(self.tables[g, slots, cols].tolist(), digests)
 
     # blocks of a slot
 
     def open(self, slot: int, hit: PrefixHit) -> None:
         """Starts a slot's table with the blocks of a prefix hit."""
         n = hit.num_blocks
-        for g, (pool, blocks) in enumerate(zip(self.pools, hit.blocks, strict=True)):
+        for g, ids in enumerate(hit.blocks):
+            pool, blocks = self.pools[g], np.array(ids, np.int32)
             first = n - int(np.count_nonzero(blocks))
             pool.share(blocks[first:])
             self.first_col[g, slot] = first

@@ -102,9 +102,12 @@ class PrefillPlanner:
         if group.ready_epoch < 0:
             if leader.state in (State.WAITING, State.RUNNING):
                 return "hold"
-        elif leader.state is State.RUNNING and leader.epoch == group.ready_epoch:
-            if self.state.kv.can_fork(leader.slot, start):
-                return "fork"
+        elif (
+            leader.state is State.RUNNING
+            and leader.epoch == group.ready_epoch
+            and self.state.kv.can_fork(leader.slot, start)
+        ):
+            return "fork"
         group.leader, group.ready_epoch = request, -1
         return "enter"
 

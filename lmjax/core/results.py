@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from lmjax.core.output import PromptLogprobOutput, StepOutput, reduce_logprobs, reduce_prompt_logprobs
@@ -34,7 +32,11 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
     lengths = lengths + 1
     table.known[slots] = lengths
     if state.caching:
-        _name_full_blocks(state, slots, lengths)
+        # a block's name needs its tokens, its KV a step that is planned; program order does the rest
+        there = np.minimum(lengths, table.computed[slots])
+        full = (there >= table.next_named[slots]).nonzero()[0]
+        if len(full):
+            state.name_newest_blocks(slots[full], there[full])
     for row in ended_rows(table, slots, token_ids, lengths):
         _end_if_over(state, table.requests[slots[row]], int(token_ids[row]), int(lengths[row]))
     emitted = rows
@@ -57,19 +59,6 @@ def _prompt_logprobs(state: EngineState, result: StepResult) -> list[PromptLogpr
         if request is not None and request.params.prompt_logprobs is not None:
             reduced.append(reduce_prompt_logprobs(entry, request.params.prompt_logprobs))
     return reduced
-
-
-def _name_full_blocks(state: EngineState, slots: np.ndarray, lengths: np.ndarray) -> None:
-    # a block's name needs its tokens, its KV a step that is planned; program order does the rest
-    table = state.table
-    there = np.minimum(lengths, table.computed[slots])
-    full = (there >= table.next_named[slots]).nonzero()[0]
-    if not len(full):
-        return
-    began = time.perf_counter()
-    for slot, length in zip(slots[full].tolist(), there[full].tolist(), strict=True):
-        state.name_blocks(slot, length)
-    state.stats.hash_seconds += time.perf_counter() - began
 
 
 def _end_if_over(state: EngineState, request: Request | None, token_id: int, length: int) -> None:

@@ -102,9 +102,9 @@ class Scheduler:
             return "the prompt is empty"
         if length >= info.max_model_len:
             return f"the prompt has {length} tokens, the context {info.max_model_len}: no room for a reply"
-        low, high = int(new.prompt.min()), int(new.prompt.max())
-        if low < 0 or high >= info.vocab_size:
-            return f"token id {low if low < 0 else high} is outside the vocabulary of {info.vocab_size}"
+        if int(new.prompt.view(np.uint32).max()) >= info.vocab_size:  # so negative ids are large
+            wrong = next(i for i in new.prompt.tolist() if not 0 <= i < info.vocab_size)
+            return f"token id {wrong} is outside the vocabulary of {info.vocab_size}"
         if not self.config.enable_chunked_prefill and length > self.budget:
             return f"the prompt has {length} tokens, a step at most {self.budget}, and chunked prefill is off"
         if not self.state.kv.ever_fits(length, 1 if self.config.enable_chunked_prefill else length):
@@ -138,6 +138,14 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if no request can have a token in it."""
         began = time.perf_counter()
+        plan = self._schedule_once()
+        while plan is None and self.state.vacated:
+            # all that it found was somebody without room; what that freed can be given out now
+            plan = self._schedule_once()
+        self.state.stats.plan_seconds += time.perf_counter() - began
+        return plan
+
+    def _schedule_once(self) -> StepPlan | None:
         state = self.state
         if state.vacated:
             state.decode = state.decode[state.table.handles[state.decode] >= 0]
@@ -151,9 +159,7 @@ class Scheduler:
         patches = state.kv.take_patches()
         if state.vacated and len(patches):
             patches = patches[state.table.handles[patches[:, 1]] >= 0]
-        plan = self._plan(slots, rows, patches) if len(slots) or rows else None
-        state.stats.plan_seconds += time.perf_counter() - began
-        return plan
+        return self._plan(slots, rows, patches) if len(slots) or rows else None
 
     def _decode_slots(self) -> np.ndarray:
         """The slots that decode in this step, each with room for its token."""

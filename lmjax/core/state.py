@@ -8,8 +8,8 @@ from bisect import insort
 import numpy as np
 
 from lmjax.config import SchedulerConfig
-from lmjax.core.block_hash import extend_digests
-from lmjax.core.kv_manager import KVManager, PrefixHit
+from lmjax.core.block_hash import block_digest, extend_digests
+from lmjax.core.kv_manager import NO_HIT, KVManager, PrefixHit
 from lmjax.core.output import FinishedEvent, StartedEvent
 from lmjax.core.plan import ExecutorInfo, SlotLoad
 from lmjax.core.policy import victim
@@ -41,6 +41,7 @@ class EngineState:
         self.started: list[StartedEvent] = []
         self.finished: list[FinishedEvent] = []
         self.slot_loads: list[SlotLoad] = []
+        self._offsets = np.arange(info.block_size)
         self.vacated = False  # a slot was given back since the decode slots were last cleaned
 
     @property
@@ -89,7 +90,7 @@ class EngineState:
     def lookup(self, request: Request) -> PrefixHit:
         """The prefix hit of a waiting request: full blocks, and at least one token is left to compute."""
         if not self.caching:
-            return self.kv.lookup([])
+            return NO_HIT
         began = time.perf_counter()
         extend_digests(request.digests, request.root, request.history, self.info.block_size)
         most = (len(request.history) - 1) // self.info.block_size
@@ -110,6 +111,28 @@ class EngineState:
         extend_digests(request.digests, request.root, self.table.tokens[slot, :num_tokens], block_size)
         self.kv.register(slot, request.digests, first, end)
         self.table.next_named[slot] = (end + 1) * block_size
+
+    def name_newest_blocks(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """``name_blocks`` for many slots (int [n]) at once; mostly each has one new full block."""
+        began = time.perf_counter()
+        table, size = self.table, self.info.block_size
+        cols = num_tokens // size - 1
+        if (table.next_named[slots] != (cols + 1) * size).any():
+            for slot, length in zip(slots.tolist(), num_tokens.tolist(), strict=True):
+                self.name_blocks(slot, length)
+        else:
+            data = table.tokens[slots[:, None], cols[:, None] * size + self._offsets].tobytes()
+            names = []
+            for i, (slot, col) in enumerate(zip(slots.tolist(), cols.tolist(), strict=True)):
+                request = table.requests[slot]
+                digests = request.digests  # type: ignore[union-attr]
+                if len(digests) == col:
+                    parent = digests[-1] if col else request.root  # type: ignore[union-attr]
+                    digests.append(block_digest(parent, data[4 * size * i : 4 * size * (i + 1)]))
+                names.append(digests[col])
+            self.kv.register_each(slots, cols, names)
+            table.next_named[slots] += size
+        self.stats.hash_seconds += time.perf_counter() - began
 
     def keep_prefilling(self, request: Request) -> None:
         insort(self.prefill, request, key=lambda r: r.rank)

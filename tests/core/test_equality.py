@@ -17,14 +17,14 @@ def random_requests(count=200, seed=0, longest=150):
         tail = rng.integers(0, 1000, int(rng.integers(1, 50)))
         prompt = np.concatenate((prefixes[rng.integers(4)], tail)) if rng.random() < 0.5 else tail
         n = int(rng.integers(2, 5)) if rng.random() < 0.15 else 1
-        params = dict(
-            n=n,
-            temperature=float(rng.choice([0.0, 1.0])),
-            seed=int(rng.integers(2**40)) if rng.random() < 0.5 else None,
-            max_tokens=int(rng.integers(1, 60)),
-            logprobs=int(rng.integers(0, 5)) if rng.random() < 0.3 else None,
-            prompt_logprobs=2 if rng.random() < 0.2 else None,
-        )
+        params = {
+            "n": n,
+            "temperature": float(rng.choice([0.0, 1.0])),
+            "seed": int(rng.integers(2**40)) if rng.random() < 0.5 else None,
+            "max_tokens": int(rng.integers(1, 60)),
+            "logprobs": int(rng.integers(0, 5)) if rng.random() < 0.3 else None,
+            "prompt_logprobs": 2 if rng.random() < 0.2 else None,
+        }
         params["min_tokens"] = int(rng.integers(0, params["max_tokens"] + 1)) if rng.random() < 0.5 else 0
         stop_ids = tuple(int(i) for i in rng.choice(1000, int(rng.choice([0, 3, 40])), replace=False))
         params["stop_token_ids"] = list(stop_ids[:2])
@@ -49,16 +49,16 @@ def alone(request):
 
 
 WAYS = {
-    "chunks of 16": (dict(max_num_batched_tokens=16), {}),
-    "chunks of 64": (dict(max_num_batched_tokens=64), {}),
-    "long prompts in chunks of 8": (dict(long_prefill_token_threshold=8), {}),
-    "chunks off": (dict(max_num_batched_tokens=256, enable_chunked_prefill=False), {}),
-    "prefix cache off": (dict(enable_prefix_caching=False), {}),
-    "small pool": ({}, dict(num_blocks=24)),
-    "small pool, prefix cache off": (dict(enable_prefix_caching=False), dict(num_blocks=24)),
-    "small pool, chunks off": (dict(max_num_batched_tokens=256, enable_chunked_prefill=False), dict(num_blocks=24)),
-    "priority": (dict(scheduling_policy="priority"), dict(num_blocks=40)),
-    "more slots than tokens": (dict(max_num_batched_tokens=8), dict(max_num_seqs=24)),
+    "chunks of 16": ({"max_num_batched_tokens": 16}, {}),
+    "chunks of 64": ({"max_num_batched_tokens": 64}, {}),
+    "long prompts in chunks of 8": ({"long_prefill_token_threshold": 8}, {}),
+    "chunks off": ({"max_num_batched_tokens": 256, "enable_chunked_prefill": False}, {}),
+    "prefix cache off": ({"enable_prefix_caching": False}, {}),
+    "small pool": ({}, {"num_blocks": 24}),
+    "small pool, prefix cache off": ({"enable_prefix_caching": False}, {"num_blocks": 24}),
+    "small pool, chunks off": ({"max_num_batched_tokens": 256, "enable_chunked_prefill": False}, {"num_blocks": 24}),
+    "priority": ({"scheduling_policy": "priority"}, {"num_blocks": 40}),
+    "more slots than tokens": ({"max_num_batched_tokens": 8}, {"max_num_seqs": 24}),
 }
 
 

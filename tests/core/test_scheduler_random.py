@@ -9,7 +9,7 @@ from lmjax.config import SchedulerConfig
 from tests.fakes import Driver, FakeExecutor, fake_info, full_spec, request, window_spec
 
 GROUPS = {"full": (full_spec(),), "full+window": (full_spec(), window_spec(12)), "window": (window_spec(12, (0,)),)}
-STEPS = {name: 0 for name in GROUPS}
+STEPS = dict.fromkeys(GROUPS, 0)
 
 
 def run_random(specs, seed, policy, overlap, caching, chunked, steps=60):
