@@ -40,8 +40,12 @@ class Program:
 
 
 def compile_all(programs: dict[Hashable, Program], progress: Callable[[str], None] | None) -> dict[Hashable, Any]:
-    """Compiles all programs, the slowest (given first) first. Returns the executables by the same keys."""
-    begin, done = time.monotonic(), {}
+    """Compiles all programs, the slowest (given first) first. Returns the executables by the same keys.
+
+    progress is told about once a second, and at the end.
+    """
+    begin = told = time.monotonic()
+    done: dict[Hashable, Any] = {}
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="compile") as pool:
         futures = {pool.submit(program.compile): key for key, program in programs.items()}
         for future in as_completed(futures):
@@ -51,8 +55,10 @@ def compile_all(programs: dict[Hashable, Program], progress: Callable[[str], Non
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-            if progress:
+            now = time.monotonic()
+            if progress and (now - told >= 1.0 or len(done) == len(programs)):
                 progress(f"compiling programs: {len(done)}/{len(programs)} ({programs[key].name})")
+                told = now
     log.info("compiled %d programs in %.1f s", len(done), time.monotonic() - begin)
     return done
 

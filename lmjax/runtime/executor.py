@@ -55,7 +55,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
     kv_specs = decoder.kv_specs(spec, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
     check_weights_fit(_num_bytes(decoder.abstract_params(spec, dtype)), _free_memory(platform))
     tell("loading weights")
-    params = load_params(source, spec, dtype, config.load_format, config.seed)
+    params = load_params(source, spec, dtype, config.load_format, config.seed, _in_tenths(tell))
 
     num_seqs = config.max_num_seqs or (256 if platform == "gpu" else 64)
     budget = _token_budget(config, spec, platform)
@@ -204,6 +204,19 @@ def _free_memory(platform: str) -> int:
         return available_memory()
     limit, used = _device_memory()
     return limit - used
+
+
+def _in_tenths(tell: Progress) -> Callable[[int, int], None]:
+    """A listener to (bytes read, bytes in all) that speaks up at every tenth."""
+    last = 0
+
+    def listen(done: int, total: int) -> None:
+        nonlocal last
+        if (tenth := 10 * done // total) > last:
+            last = tenth
+            tell(f"loading weights: {10 * tenth} % of {gib(total)}")
+
+    return listen
 
 
 def _num_bytes(tree: Any) -> int:

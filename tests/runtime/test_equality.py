@@ -6,7 +6,7 @@ import pytest
 
 from lmjax.core.plan import SlotLoad
 from lmjax.core.request import NewRequest
-from lmjax.sampling.params import FULL, feature_level
+from lmjax.sampling.params import FULL, GREEDY, feature_level
 from tests.fakes import Answer, run_requests
 from tests.runtime.reference import NumpyLlama
 from tests.runtime.requests import Limited, random_requests, scheduler_config
@@ -32,6 +32,11 @@ def alone(requests) -> dict[int, Answer]:
         )
         answers.update(found)
     return answers
+
+
+def level_of(request: NewRequest) -> int:
+    n = len(request.prompt)
+    return feature_level(SlotLoad(0, request.params, 0, 0, request.prompt, n, request.stop_ids, request.bad_words_ids))
 
 
 def is_tie(request: NewRequest, expected: list[int], got: list[int]) -> bool:
@@ -70,12 +75,12 @@ def check_equal(requests: list[NewRequest], expected: dict[int, Answer], got: di
 
 WAYS = {
     "together": ({}, {}),
-    "chunks of 8": (dict(max_num_batched_tokens=8), {}),
-    "long prompts in chunks of 5": (dict(long_prefill_token_threshold=5), {}),
-    "prefix cache off": (dict(enable_prefix_caching=False), {}),
-    "small pool": ({}, dict(num_blocks=26)),
-    "small pool, prefix cache off": (dict(enable_prefix_caching=False), dict(num_blocks=26)),
-    "three slots, buffers overwritten": ({}, dict(max_num_seqs=3, mutate=True)),
+    "chunks of 8": ({"max_num_batched_tokens": 8}, {}),
+    "long prompts in chunks of 5": ({"long_prefill_token_threshold": 5}, {}),
+    "prefix cache off": ({"enable_prefix_caching": False}, {}),
+    "small pool": ({}, {"num_blocks": 26}),
+    "small pool, prefix cache off": ({"enable_prefix_caching": False}, {"num_blocks": 26}),
+    "three slots, buffers overwritten": ({}, {"max_num_seqs": 3, "mutate": True}),
 }
 
 
@@ -109,8 +114,7 @@ def test_greedy_answers_are_the_references(requests, alone):
     """The float64 model, alone and dense, picks the same tokens."""
     reference, checked = NumpyLlama(tiny_model()), 0
     for request in requests:
-        load = SlotLoad(0, request.params, 0, 0, request.prompt, 0, request.stop_ids, request.bad_words_ids)
-        if feature_level(load) != 0:
+        if level_of(request) != GREEDY:
             continue
         tokens = alone[request.handle].token_ids
         logits = reference.logits([*request.prompt.tolist(), *tokens])[len(request.prompt) - 1 : -1]
