@@ -89,6 +89,7 @@ class ServerMetrics:
         self._info: EngineInfo | None = None
         self._stats: Callable[[], EngineStats] | None = None
         self._steps_seen = 0
+        self._latest = EngineStats()
         labels = ("model_name", "engine")
         self._families = {
             name: Histogram(f"{prefix}:{name}", text, labels, buckets=buckets, registry=self.registry)
@@ -126,11 +127,10 @@ class ServerMetrics:
         self._cached.labels(*self.labels).inc(tokens)
 
     def collect(self) -> Iterator[Any]:
-        """The engine's own numbers, read at the scrape (called by prometheus_client)."""
+        """The engine's own numbers of the latest poll (called by prometheus_client)."""
         if self._stats is None or self._info is None:
             return
-        stats = self.poll()
-        names = ("model_name", "engine")
+        stats, names = self._latest, ("model_name", "engine")
         for metric, attribute, text in _GAUGES:
             gauge = GaugeMetricFamily(f"{self.prefix}:{metric}", text, labels=names)
             gauge.add_metric(self.labels, getattr(stats, attribute))
@@ -145,9 +145,10 @@ class ServerMetrics:
         gauge.add_metric((*self.labels, *map(str, config.values())), 1)
         yield gauge
 
-    def poll(self) -> EngineStats:
-        """The engine's snapshot; its list of step sizes goes into the histogram, each step once."""
-        assert self._stats is not None
+    def poll(self) -> None:
+        """Takes the engine's snapshot; its list of step sizes goes into the histogram, each step once."""
+        if self._stats is None:
+            return
         stats = self._stats()
         new = stats.steps - self._steps_seen
         if new > 0:
@@ -155,12 +156,13 @@ class ServerMetrics:
             observe = self.hist["iteration_tokens_total"].observe
             for tokens in stats.iteration_tokens[-new:]:
                 observe(tokens)
-        return stats
+        self._latest = stats
 
     def describe(self) -> list[Any]:
         return []  # the names do not depend on the engine's state; nothing to check at registration
 
     def render(self) -> bytes:
+        self.poll()
         return generate_latest(self.registry)
 
 

@@ -72,7 +72,6 @@ class EventStream:
     async def fail(self, error: ApiError, stall_timeout: float) -> None:
         """The stream's last event is the error; there is no ``[DONE]``, so nobody takes the answer for whole."""
         self._parts.append(b"data: " + error.body() + b"\n\n")
-        self._response.force_close()
         await self.flush(stall_timeout)
         await self._end(stall_timeout)
 

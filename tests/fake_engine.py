@@ -167,7 +167,7 @@ class FakeEngine:
 class _Choice:
     def __init__(self, engine: FakeEngine, prompt: list[int], params: SamplingParams, stop_ids: set[int], index: int):
         self._engine, self._prompt, self._params, self._stop_ids, self._index = engine, prompt, params, stop_ids, index
-        self._history = list(prompt)
+        self._digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).digest()
         self._detokenizer = Detokenizer(engine.tokenizer, params)
         self.count = 0
         self.done = False
@@ -175,7 +175,7 @@ class _Choice:
     def advance(self) -> Delta:
         params = self._params
         token = self._next()
-        self._history.append(token)
+        self._digest = hashlib.blake2b(self._digest + token.to_bytes(4), digest_size=8).digest()
         self.count += 1
         reason: Any = None
         stop_reason: int | str | None = None
@@ -200,7 +200,7 @@ class _Choice:
         params = self._params
         if params.greedy and self._engine.script and self.count < len(SCRIPT):
             return SCRIPT[self.count]
-        key = (self._history, 0 if params.greedy else (params.seed, self._index))
+        key = (self._digest, 0 if params.greedy else (params.seed, self._index))
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
         allowed = params.allowed_token_ids or range(97, 123)
         return allowed[int.from_bytes(digest) % len(allowed)]
