@@ -10,6 +10,7 @@ cache off, interleaved; (3) ``submit`` as a share of the step at 8 requests.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -89,7 +90,7 @@ def submit_share(model: str, steps: int, seed: int) -> dict:
 
     rng = random.Random(seed)
     llm = make_llm(model, max_num_seqs=8)
-    executor, spent = llm.engine.executor, []
+    executor, spent = llm._engine.executor, []
     submit = executor.submit
 
     def timed(plan):
@@ -107,7 +108,7 @@ def submit_share(model: str, steps: int, seed: int) -> dict:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
         llm.close()
-    step = [b[0] - a[0] for a, b in zip(spent, spent[1:], strict=False)]
+    step = [b[0] - a[0] for a, b in itertools.pairwise(spent)]
     shares = [s[1] / d for s, d in zip(spent, step, strict=False)]
     return {"step_seconds": spread(step), "submit_seconds": spread([s[1] for s in spent]), "share": spread(shares)}
 

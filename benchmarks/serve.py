@@ -18,7 +18,20 @@ from pathlib import Path
 
 import aiohttp
 
-WORDS = "river stone cloud engine paper window garden number silver market winter letter".split()
+WORDS = [
+    "river",
+    "stone",
+    "cloud",
+    "engine",
+    "paper",
+    "window",
+    "garden",
+    "number",
+    "silver",
+    "market",
+    "winter",
+    "letter",
+]
 
 
 @dataclass
