@@ -37,6 +37,7 @@ def load_hf_tokenizer(path: Path) -> Tokenizer:
             f"{directory} has no tokenizer: expected tokenizer.json or a sentencepiece tokenizer.model"
             " (tiktoken and tekken files alone are not supported; convert them to tokenizer.json)"
         )
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))  # True: special tokens in a text are text
     settings = TokenizerSettings(str(directory), named, _chat_template(directory, config))
     return Tokenizer(backend, settings)
 

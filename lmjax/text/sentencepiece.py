@@ -97,7 +97,7 @@ def load_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer, and its special tokens by name. Raises ``TokenizerError`` naming the file."""
     try:
         model = _parse(path.read_bytes())
-    except (OSError, ValueError, struct.error, AttributeError) as error:
+    except (OSError, ValueError, struct.error, AttributeError, TypeError) as error:
         raise TokenizerError(f"{path} is not a sentencepiece model: {error}") from None
     if model.space_as_suffix:
         raise TokenizerError(f"{path} puts the space behind a word (treat_whitespace_as_suffix): not supported")

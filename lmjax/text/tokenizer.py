@@ -196,7 +196,12 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
         from lmjax.text.hf_files import load_hf_tokenizer as load
     if not path.exists():
         raise TokenizerError(f"there is no tokenizer at {path}: no such file or directory")
-    tokenizer = load(path)
+    try:
+        tokenizer = load(path)
+    except TokenizerError:
+        raise
+    except Exception as error:  # damaged data fails in many ways, in the library with bare Exceptions
+        raise TokenizerError(f"the tokenizer at {path} is damaged: {type(error).__name__}: {error}") from error
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     return tokenizer

@@ -154,25 +154,25 @@ def test_choices_share_an_automaton(alpha):
 
 
 def seconds(tokenizer, ids, **params):
+    """CPU time, the best of some."""
     best = float("inf")
-    for _ in range(3):
+    for _ in range(4):
         stream = Detokenizer(tokenizer, SamplingParams(max_tokens=None, **params))
-        start = time.perf_counter()
+        start = time.process_time()
         for token_id in ids:
             stream.push([token_id])
         stream.flush()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     return best
 
 
 def test_cost_is_linear_in_tokens_and_not_in_stops(alpha):
-    """Ratios, with room for a busy machine."""
+    """Ratios, with room for a busy machine: quadratic cost would be 400 times, a scan of each stop 64 times."""
     rng = random.Random(0)
-    ids = [rng.choice(SCRIPT) for _ in range(20_000)]
-    plain = seconds(alpha, ids[:5000])
-    assert seconds(alpha, ids) < 12 * plain
+    ids = [rng.choice(SCRIPT) for _ in range(40_000)]
     stops = ["".join(rng.choices("ABCDEFGHIJKL", k=30)) + str(i) for i in range(64)]
-    assert seconds(alpha, ids[:5000], stop=stops) < 12 * plain + 0.05
+    assert seconds(alpha, ids) < 100 * seconds(alpha, ids[:2000]) + 0.1
+    assert seconds(alpha, ids, stop=stops) < 30 * seconds(alpha, ids) + 0.1
 
 
 @pytest.mark.parametrize("stop", ["a" * 4094 + "b", "ab" * 2047, "aab" * 1365])
