@@ -66,7 +66,8 @@ class _Server:
         try:
             context = _ssl_context(s)
             if s.uds:
-                Path(s.uds).unlink(missing_ok=True)
+                if Path(s.uds).is_socket():  # of a server that ended without cleaning up
+                    Path(s.uds).unlink()
                 site: web.BaseSite = web.UnixSite(runner, s.uds, ssl_context=context)
             else:
                 site = web.SockSite(runner, _listen(s.host, s.port), ssl_context=context, backlog=1024)
