@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from lmjax.flags import SAMPLING, SERVER, Parser, add_options, engine_options, s
 from lmjax.types import EngineDeadError
 
 if TYPE_CHECKING:
+    from lmjax.engine.async_engine import AsyncEngine
     from server.settings import ServerSettings
 
 _SETTINGS_NAMES = {
@@ -31,9 +31,9 @@ def main(argv: list[str] | None = None) -> int:
         return command(arguments)
     except KeyboardInterrupt:
         return 130
-    except ValueError as error:  # settings, model files and input: WeightError, ParameterError, ...
-        if os.environ.get("LMJAX_TRACEBACK"):
-            raise
+    except ValueError as error:  # settings, model files, input: ConfigError, WeightError, ParameterError, ...
+        if type(error).__module__.split(".")[0] not in ("lmjax", "server"):
+            raise  # not ours: a bug, which needs its traceback
         return _fail(arguments.command, error, 2)
     except EngineDeadError as error:
         return _fail(arguments.command, error, 1)
@@ -75,10 +75,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     engine_names = {option.name for option in options}
     config = EngineConfig(**{k: v for k, v in given.items() if k in engine_names}).validate()
     settings = _server_settings({k: v for k, v in given.items() if k not in engine_names}, config)
-    _log_to_stderr(settings.log_level)
     from server.app import run_server
 
-    return run_server(settings, lambda **callbacks: _start_engine(config, **callbacks))
+    return run_server(lambda: _start_engine(config), settings)
 
 
 def _server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettings:
@@ -90,16 +89,10 @@ def _server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSetti
     return ServerSettings(scheduling_policy=config.scheduling_policy, **values).validate()
 
 
-async def _start_engine(config: EngineConfig, **callbacks: Any) -> Any:
+async def _start_engine(config: EngineConfig) -> AsyncEngine:
     from lmjax.engine.async_engine import AsyncEngine
 
-    return await AsyncEngine.start(config, **callbacks)
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    for name in ("lmjax", "server"):
-        logging.getLogger(name).setLevel(level.upper())
+    return await AsyncEngine.start(config)
 
 
 # --- generate -----------------------------------------------------------------------------------------------------

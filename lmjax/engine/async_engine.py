@@ -8,16 +8,17 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import zmq
 
 from lmjax.config import ConfigError, EngineConfig
-from lmjax.engine.build import DEFAULT_EXECUTOR, load_front
+from lmjax.engine.build import DEFAULT_EXECUTOR, Front, load_front
 from lmjax.engine.output import OutputProcessor, RequestState
-from lmjax.engine.process import EngineProcess
-from lmjax.engine.records import AbortRequest, AddRequest, Dead, Progress, Ready, StepRecord
+from lmjax.engine.process import EngineProcess, one_line
+from lmjax.engine.records import AbortRequest, AddRequest, Dead, Progress, Ready, Shutdown, StepRecord
 from lmjax.engine.validate import Checked, check_request
 from lmjax.protocol import EngineInfo, EngineStats
 from lmjax.types import EngineDeadError, RequestUpdate, SamplingParams
@@ -68,7 +69,7 @@ class AsyncEngine:
         config.validate()
         try:
             # first: a model that is not there costs no process, and a download or unpacking is done only once
-            front = await asyncio.to_thread(load_front, config)
+            front = await asyncio.to_thread(_load_front, config)
             self.tokenizer = front.tokenizer
             self._process = EngineProcess(config, executor, self._exited)
             self._loop.add_reader(self._process.inbox.getsockopt(zmq.FD), self._read)
@@ -101,7 +102,7 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """The latest snapshot; ``iteration_tokens`` has the steps since the last call."""
-        stats, self._stats = self._stats, _without_iterations(self._stats)
+        stats, self._stats = self._stats, replace(self._stats, iteration_tokens=[])
         return stats
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
@@ -255,7 +256,14 @@ class AsyncEngine:
         if process is not None and not process.inbox.closed:
             self._loop.remove_reader(process.inbox.getsockopt(zmq.FD))
             # shielded: a cancelled start must still leave no process behind
-            await asyncio.shield(asyncio.to_thread(process.close, grace))
+            await asyncio.shield(asyncio.ensure_future(_end(process, grace)))
+
+
+async def _end(process: EngineProcess, grace: float) -> None:
+    if grace:
+        process.send(Shutdown())
+    await asyncio.to_thread(process.end, grace)
+    process.release()
 
 
 def _wake(requests: list[RequestState]) -> None:
@@ -265,7 +273,8 @@ def _wake(requests: list[RequestState]) -> None:
             waiter.set_result(None)
 
 
-def _without_iterations(stats: EngineStats) -> EngineStats:
-    from dataclasses import replace
-
-    return replace(stats, iteration_tokens=[])
+def _load_front(config: EngineConfig) -> Front:
+    try:
+        return load_front(config)
+    except ValueError as error:
+        raise ConfigError(one_line(error)) from error

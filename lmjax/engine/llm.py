@@ -81,7 +81,10 @@ class LLM:
         Raises ``ParameterError`` before anything runs if one of them can't. Ctrl-C aborts them all; the LLM can be
         used on.
         """
-        return self._generate(_prompt_list(prompts), sampling_params or self.get_default_sampling_params(), use_tqdm)
+        listed = _prompt_list(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        params = sampling_params or self.get_default_sampling_params()
+        return self._generate(texts, [self._encode(prompt) for prompt in listed], params, use_tqdm)
 
     def chat(
         self,
@@ -102,9 +105,10 @@ class LLM:
         if not messages:
             raise ParameterError("messages", "is empty, must have at least one message")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        ids = [
-            self.encode_chat(
-                conversation,  # type: ignore[arg-type]
+        texts = [
+            render_chat(
+                self.tokenizer,
+                list(conversation),  # type: ignore[arg-type]
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -113,8 +117,9 @@ class LLM:
             )
             for conversation in conversations
         ]
+        encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         default = dataclasses.replace(self.get_default_sampling_params(), max_tokens=None)
-        return self._generate(ids, sampling_params or default, use_tqdm)
+        return self._generate(texts, encoded, sampling_params or default, use_tqdm)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The prompt of a conversation; ``options`` as of ``lmjax.text.chat.render_chat``."""
@@ -140,16 +145,15 @@ class LLM:
 
     def _generate(
         self,
-        prompts: Sequence[Prompt],
+        texts: Sequence[str | None],
+        prompts: Sequence[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _params_list(sampling_params, len(prompts))
-        ids = [self._encode(prompt) for prompt in prompts]
-        checked = [check_request(i, p, self.info, self.tokenizer) for i, p in zip(ids, params, strict=True)]
+        checked = [check_request(ids, p, self.info, self.tokenizer) for ids, p in zip(prompts, params, strict=True)]
         collectors = [
-            Collector(self.tokenizer, prompt if isinstance(prompt, str) else None, c.prompt, c.params)
-            for prompt, c in zip(prompts, checked, strict=True)
+            Collector(self.tokenizer, text, c.prompt, c.params) for text, c in zip(texts, checked, strict=True)
         ]
         with _progress_bar(len(prompts), use_tqdm) as bar, contextlib.closing(self._run(checked)) as updates:
             for index, update in updates:

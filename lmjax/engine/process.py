@@ -80,7 +80,9 @@ class EngineProcess:
         return self._child.pid
 
     def send(self, message: AddRequest | AbortRequest | Shutdown) -> None:
-        self._outbox.send(self._encode(message))
+        """To a child that is ready. One that has died has no socket, and then zmq would wait for the next one."""
+        with contextlib.suppress(zmq.Again):
+            self._outbox.send(self._encode(message), zmq.NOBLOCK)
 
     def receive(self) -> Any:
         """The next message of the child, or None if there is none yet."""
@@ -89,26 +91,24 @@ class EngineProcess:
         except zmq.Again:
             return None
 
-    def close(self, grace: float = 5.0) -> None:
-        """Asks the child to end, kills it after ``grace`` seconds, frees everything. Idempotent; blocks."""
-        if self._context.closed:
-            return
-        if grace > 0 and self._child.poll() is None:
-            self.send(Shutdown())
-            self._watch.join(grace)
+    def end(self, grace: float) -> None:
+        """Waits up to ``grace`` seconds for the child to end, then kills it. Blocks, but may run in any thread."""
+        self._watch.join(grace)
         if self._watch.is_alive():
             self._child.kill()
         self._watch.join()
-        if self._child.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._child.stdin.close()
-        self._inbox_close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _inbox_close(self) -> None:
+    def release(self) -> None:
+        """Frees what belonged to the channel; the child has ended. Sockets belong to one thread: call it there."""
+        if self._context.closed:
+            return
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
         self.inbox.close()
         self._outbox.close()
         self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _wait(self, on_exit: Callable[[int], None]) -> None:
         on_exit(self._child.wait())
@@ -169,7 +169,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("lmjax").setLevel(boot["log_level"])
     directory = boot["directory"]
     threading.Thread(target=_end_with_parent, args=(os.getppid(), directory), daemon=True).start()

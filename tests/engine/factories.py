@@ -1,0 +1,70 @@
+"""Executors that the engine's process builds by name ("tests.engine.factories:quick")."""
+
+import os
+import time
+from types import SimpleNamespace
+
+from lmjax.config import ConfigError, EngineConfig
+from tests.fakes import FakeExecutor, fake_info
+from tests.fixtures import model_dir
+
+# the process starts without the model's tokenizer; it has ids below 512
+
+
+def config(**changes) -> EngineConfig:
+    return EngineConfig(model=str(model_dir("RAND")), **changes)
+
+
+def executor(config: EngineConfig, progress=lambda line: None, **settings) -> FakeExecutor:
+    progress("building a fake")
+    info = fake_info(
+        vocab_size=512,
+        max_num_seqs=config.max_num_seqs or 16,
+        max_model_len=config.max_model_len or 512,
+        num_blocks=(config.num_gpu_blocks_override or 1024) + 1,
+        max_logprobs=config.max_logprobs,
+    )
+    fake = FakeExecutor(info, **settings)
+    fake.model_info = SimpleNamespace(dtype="float32", platform="cpu", device_count=1)
+    return fake
+
+
+def quick(config, progress):
+    return executor(config, progress)
+
+
+def slow(config, progress):
+    """5 ms a step: there is time to do something in the middle of an answer."""
+    return executor(config, progress, step_seconds=0.005)
+
+
+def refuses(config, progress):
+    progress("looking at the settings")
+    raise ConfigError("--block-size: got 16, must be\nanything else")
+
+
+def raises(config, progress):
+    raise RuntimeError("the device is on fire\nand more lines")
+
+
+def ends(config, progress):
+    os._exit(7)
+
+
+def hangs(config, progress):
+    progress("hanging")
+    time.sleep(600)
+
+
+def fails_later(config, progress):
+    """The loop fails in the 20th step."""
+    fake = executor(config, progress, step_seconds=0.002)
+    submit = fake.submit
+
+    def failing(plan):
+        if fake.steps == 20:
+            raise RuntimeError("step 20 is bad\nwith details")
+        return submit(plan)
+
+    fake.submit = failing
+    return fake
