@@ -178,7 +178,7 @@ def read_tensor(info: TensorInfo) -> np.ndarray:
     for at in range(0, len(rows), step):
         try:
             out[at : at + step] = dequantize(rows[at : at + step], kind)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # the loader asks dequantisable() first
             known = ", ".join(dequantisable())
             raise WeightError(
                 info.file, f"tensor {info.name}: type {info.stored} is not supported; known: {known}"

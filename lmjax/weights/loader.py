@@ -87,16 +87,17 @@ def _check(checkpoint: _Checkpoint, source: ModelSource, spec: DecoderSpec) -> N
     extra = [name for name in infos if name not in wanted and name != ROPE_FREQS and not naming.harmless(name, spec)]
     if extra:
         raise WeightError(infos[extra[0]].file, f"{_some(extra)} unknown: the config has no place for them")
+    supported = list(FLOATS) if source.kind == "hf" else gguf.dequantisable()
     for name, (_, part) in wanted.items():
         info = infos[name]
         if info.shape != part.shape:
             raise WeightError(
                 info.file, f"tensor {name} has shape {list(info.shape)}, the config asks for {list(part.shape)}"
             )
-        if source.kind == "hf" and info.stored not in FLOATS:
+        if info.stored not in supported:
             raise WeightError(
                 info.file,
-                f"tensor {name} is stored as {info.stored}, which is not supported; known: {', '.join(FLOATS)}",
+                f"tensor {name} is stored as {info.stored}, which is not supported; known: {', '.join(supported)}",
             )
 
 

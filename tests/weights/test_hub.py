@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -54,9 +53,7 @@ def resolve(tmp_path):
             **env,
         }
         command = [sys.executable, "-c", SCRIPT, name, revision, download_dir]
-        start = time.monotonic()
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-        assert time.monotonic() - start < 30
         return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
     return run

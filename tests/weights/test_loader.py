@@ -213,6 +213,13 @@ def test_gguf_errors_name_file_and_tensor(tmp_path):
     fails(path, "c.gguf", "blk.0.attn_sinks.weight is unknown")
 
 
+def test_gguf_integer_weights(tmp_path):
+    weights = {name: value for name, value in tensors(LLAMA).items() if name != "lm_head.weight"}
+    extra = {"output.weight": np.ones((96, 64), np.int16)}
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, weights, extra_tensors=extra)
+    fails(path, "m.gguf", "output.weight", "I16", "Q4_K")
+
+
 def test_faults_are_found_before_anything_is_read(tmp_path, monkeypatch):
     def read(info):
         raise AssertionError("a tensor was read")
