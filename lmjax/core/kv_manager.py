@@ -40,6 +40,9 @@ class KVManager:
         self.capacity = np.zeros(slots, np.int32)  # num_cols * block_size: tokens that have room
         self.first_col = np.zeros((len(specs), slots), np.int32)
         self._patches: list[np.ndarray] = []
+        self._patch_rows = np.zeros((len(specs), cols, 4), np.int32)
+        self._patch_rows[:, :, 0] = np.arange(len(specs))[:, None]
+        self._patch_rows[:, :, 2] = np.arange(cols)
 
     # room
 
@@ -173,7 +176,7 @@ class KVManager:
             first = int(self.first_col[g, slot])
             end = min(self.first_visible_col(window, start), int(self.num_cols[slot]))
             if end > first:
-                self.pools[g].release(self.tables[g, slot, first:end].copy())
+                self.pools[g].release(self.tables[g, slot, first:end])
                 self._set(g, slot, first, np.zeros(end - first, np.int32))
                 self.first_col[g, slot] = end
 
@@ -210,7 +213,7 @@ class KVManager:
         for g, pool in enumerate(self.pools):
             blocks = self.tables[g, slot, self.first_col[g, slot] : end][::-1]
             if len(blocks):
-                pool.release(blocks.copy())
+                pool.release(blocks)
                 self.tables[g, slot, :end] = 0
         self._set_cols(slot, 0)
         self.first_col[:, slot] = 0
@@ -228,10 +231,8 @@ class KVManager:
         n = len(blocks)
         if n:
             self.tables[group, slot, first : first + n] = blocks
-            patch = np.empty((n, 4), np.int32)
-            patch[:, 0] = group
+            patch = self._patch_rows[group, first : first + n].copy()
             patch[:, 1] = slot
-            patch[:, 2] = np.arange(first, first + n)
             patch[:, 3] = blocks
             self._patches.append(patch)
 

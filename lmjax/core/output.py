@@ -66,9 +66,10 @@ class StepOutput:
 
 
 def reduce_logprobs(result: StepResult, emitted: np.ndarray, asked: np.ndarray) -> LogprobOutput | None:
-    """Keeps what was asked for.
+    """Keeps what was asked for (views of the result where that is its first rows).
 
-    ``emitted``: int [n], the result's rows that are given out. ``asked``: int [n], top entries asked for, -1: none.
+    ``emitted``: int [n], ascending, the result's rows that are given out. ``asked``: int [n], top entries asked for,
+    -1: none.
     """
     if result.logprobs is None or not len(emitted):
         return None
@@ -77,14 +78,16 @@ def reduce_logprobs(result: StepResult, emitted: np.ndarray, asked: np.ndarray) 
     if k < 0:
         return None
     rows = np.flatnonzero(asked >= 0)
-    source = emitted[rows]
+    source: np.ndarray | slice = emitted[rows]
+    if emitted[rows[-1]] == len(rows) - 1:
+        source = slice(len(rows))  # the result's first rows (emitted is ascending): no need to copy
     return LogprobOutput(
         rows.astype(np.int32),
         result.logprobs[source],
         result.ranks[source],
         k,
-        result.top_ids[source, :k],
-        result.top_logprobs[source, :k],
+        result.top_ids[source][:, :k],
+        result.top_logprobs[source][:, :k],
     )
 
 

@@ -43,7 +43,7 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
     if not current.all():
         late = _read_late_tokens(state, plan, result, (~current & plan.samples).nonzero()[0].tolist(), asked)
         if late:
-            emitted = np.concatenate((rows, np.array(late, np.intp)))
+            emitted = np.sort(np.concatenate((rows, np.array(late, np.intp))))
     state.stats.generation_tokens += len(emitted)
     output = StepOutput(plan.handles[emitted], token_ids if emitted is rows else result.token_ids[emitted])
     output.prompt_logprobs = prompt_logprobs

@@ -17,10 +17,12 @@ class SlotTable:
     so far). A decode row is computed = planned - 1.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int):
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int):
         self.num_slots = num_slots
         self.requests: list[Request | None] = [None] * num_slots
-        self.tokens = np.zeros((num_slots, max_model_len), np.int32)
+        cols = -(-max_model_len // block_size)
+        self.tokens = np.zeros((num_slots, cols * block_size), np.int32)
+        self.token_blocks = self.tokens.reshape(num_slots, cols, block_size)
         self.handles = np.full(num_slots, -1, np.int64)
         self.epochs = np.zeros(num_slots, np.int32)
         self.known = np.zeros(num_slots, np.int32)
@@ -28,11 +30,17 @@ class SlotTable:
         self.computed = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)
         self.next_named = np.zeros(num_slots, np.int32)  # tokens at which the next full block gets its name
-        self.stop_ids = np.full((num_slots, MAX_STOP_IDS), -1, np.int32)
+        self.stop_ids = np.full((MAX_STOP_IDS, num_slots), -1, np.int32)
         self.many_stops = np.zeros(num_slots, bool)
         self.logprobs = np.full(num_slots, -1, np.int32)  # number of top entries asked for; -1: none at all
         self._free = list(range(num_slots - 1, -1, -1))
         self._num_many_stops = 0
+        self._num_with_stops = [0] * (MAX_STOP_IDS + 1)  # slots by their number of stop ids
+
+    @property
+    def stop_width(self) -> int:
+        """Rows of ``stop_ids`` that are in use."""
+        return next((n for n in range(MAX_STOP_IDS, 0, -1) if self._num_with_stops[n]), 0)
 
     @property
     def num_free(self) -> int:
@@ -56,7 +64,9 @@ class SlotTable:
         self.limit[slot] = request.limit
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         if len(stops) <= MAX_STOP_IDS:
-            self.stop_ids[slot, : len(stops)] = stops
+            self._num_with_stops[len(stops)] += 1
+            for i, stop in enumerate(stops):
+                self.stop_ids[i, slot] = stop
         else:
             self.many_stops[slot] = True
             self._num_many_stops += 1
@@ -68,8 +78,11 @@ class SlotTable:
         request.slot = -1
         self.requests[slot] = None
         self.handles[slot] = -1
-        self.stop_ids[slot] = -1
-        if self.many_stops[slot]:
+        count = len(request.stop_ids)
+        if count <= MAX_STOP_IDS:
+            self._num_with_stops[count] -= 1
+            self.stop_ids[:count, slot] = -1
+        else:
             self.many_stops[slot] = False
             self._num_many_stops -= 1
         self._free.append(slot)

@@ -29,7 +29,7 @@ class EngineState:
     def __init__(self, config: SchedulerConfig, info: ExecutorInfo):
         self.config, self.info = config, info
         self.caching = config.enable_prefix_caching
-        self.table = SlotTable(info.max_num_seqs, info.max_model_len)
+        self.table = SlotTable(info.max_num_seqs, info.max_model_len, info.block_size)
         cols = -(-info.max_model_len // info.block_size)
         self.kv = KVManager(info.kv_specs, info.num_blocks, info.block_size, info.max_num_seqs, cols)
         self.queue = WaitingQueue()
@@ -41,7 +41,6 @@ class EngineState:
         self.started: list[StartedEvent] = []
         self.finished: list[FinishedEvent] = []
         self.slot_loads: list[SlotLoad] = []
-        self._offsets = np.arange(info.block_size)
         self.vacated = False  # a slot was given back since the decode slots were last cleaned
 
     @property
@@ -121,14 +120,14 @@ class EngineState:
             for slot, length in zip(slots.tolist(), num_tokens.tolist(), strict=True):
                 self.name_blocks(slot, length)
         else:
-            data = table.tokens[slots[:, None], cols[:, None] * size + self._offsets].tobytes()
-            names = []
+            data = table.token_blocks[slots, cols].tobytes()
+            names, width = [], 4 * size
             for i, (slot, col) in enumerate(zip(slots.tolist(), cols.tolist(), strict=True)):
                 request = table.requests[slot]
                 digests = request.digests  # type: ignore[union-attr]
                 if len(digests) == col:
                     parent = digests[-1] if col else request.root  # type: ignore[union-attr]
-                    digests.append(block_digest(parent, data[4 * size * i : 4 * size * (i + 1)]))
+                    digests.append(block_digest(parent, data[width * i : width * (i + 1)]))
                 names.append(digests[col])
             self.kv.register_each(slots, cols, names)
             table.next_named[slots] += size

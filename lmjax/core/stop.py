@@ -16,8 +16,9 @@ def ended_rows(table: SlotTable, slots: np.ndarray, token_ids: np.ndarray, lengt
 
     ``slots``: int [R]; ``token_ids``: int32 [R], the new tokens; ``lengths``: int32 [R], tokens with the new one.
     """
-    ended = (table.stop_ids[slots] == token_ids[:, None]).any(axis=1)
-    ended |= lengths >= table.limit[slots]
+    ended = lengths >= table.limit[slots]
+    for i in range(table.stop_width):
+        ended |= table.stop_ids[i][slots] == token_ids
     if table.any_many_stops:
         ended |= table.many_stops[slots]
     return ended.nonzero()[0].tolist()
