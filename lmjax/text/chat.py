@@ -92,7 +92,7 @@ def _render(template: ChatTemplate, messages: list[dict[str, Any]], variables: d
 
 
 def _render_once(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    return template.compiled.render(messages=copy.deepcopy(messages), **variables)
+    return template.compiled.render(messages=messages, **variables)
 
 
 def _refusal(error: Exception) -> ParameterError:

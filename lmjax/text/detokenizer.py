@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmjax.text.stop import StopAutomaton
 from lmjax.text.tokenizer import TextStream, Tokenizer
 from lmjax.types import SamplingParams
+
+_CONTEXT = 8  # tokens; enough for the bytes of a character and a special token
 
 
 @dataclass(slots=True)
@@ -21,7 +24,7 @@ class DetokResult:
 
 class Detokenizer:
     """Text of one choice. Everything pushed comes out: the texts and ``flush`` joined are ``Tokenizer.decode`` of
-    all tokens, cut at the stop string.
+    all tokens (with ``after``: what they add to the prompt's), cut at the stop string.
 
     Text is held back while it may still become a stop string or a whole character. A stop string matches as soon as
     its last character is there, wherever the borders of tokens are; of several that end on the same character, the
@@ -33,9 +36,21 @@ class Detokenizer:
 
     __slots__ = ("_automaton", "_count", "_held", "_include", "_min_tokens", "_push", "_state", "_stopped", "_stream")
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, automaton: StopAutomaton | None = None):
-        """``automaton``: that of ``params.stop``, to share it between the choices of a request."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        automaton: StopAutomaton | None = None,
+        after: Sequence[int] = (),
+    ):
+        """``automaton``: that of ``params.stop``, to share it between the choices of a request.
+
+        ``after``: the prompt's ids. The text then goes on from the prompt's: it keeps the space with which it begins
+        (some vocabularies drop it at the start of a text), and completes a character that the prompt's end cuts.
+        """
         self._stream = TextStream(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
+        for token_id in after[-_CONTEXT:]:
+            self._stream.push(int(token_id))
         self._push = self._stream.push
         self._automaton = (automaton or StopAutomaton(params.stop)) if params.stop else None
         self._state = self._automaton.root if self._automaton else None
@@ -53,6 +68,9 @@ class Detokenizer:
             if len(token_ids) == 1:
                 return DetokResult(self._push(token_ids[0]), None, 1)
             return DetokResult("".join(map(self._push, token_ids)), None, len(token_ids))
+        if len(token_ids) == 1:
+            self._count += 1
+            return DetokResult(*self._scan(self._push(token_ids[0]), self._count > self._min_tokens), 1)
         shown = []
         for consumed, token_id in enumerate(token_ids, 1):
             self._count += 1

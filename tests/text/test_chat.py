@@ -1,4 +1,10 @@
-"""Prompts from messages. The oracle is transformers' own rendering, kept as text next to each template."""
+"""Prompts from messages. The oracle is transformers' own rendering.
+
+Opt-in: ``LMJAX_CHAT_TEMPLATES``, a folder of real models' templates (*.jinja), such as llama.cpp's models/templates.
+"""
+
+import os
+from pathlib import Path
 
 import pytest
 
@@ -181,6 +187,59 @@ def test_the_dialect_of_hugging_face(alpha, template, options):
     own = {name: options[name] for name in ("tools", "documents") if name in options}
     extra = {name: value for name, value in options.items() if name not in own and name != "bos_token"}
     assert prompt(alpha, messages, template, kwargs=extra, **own) == expected[0]
+
+
+CONVERSATIONS = {
+    "plain": ([user("hi <&> é")], {}),
+    "turns": (
+        [{"role": "system", "content": "be good"}, user("a"), {"role": "assistant", "content": "b"}, user("c")],
+        {},
+    ),
+    "tools": ([user("add")], {"tools": [TOOL]}),
+    "history": (
+        [
+            user("add"),
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"k": 1}}}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "2"},
+        ],
+        {"tools": [TOOL]},
+    ),
+    "reasoning": ([user("a"), {"role": "assistant", "content": "b", "reasoning_content": "r"}, user("c")], {}),
+    "continue": (
+        [user("a"), {"role": "assistant", "content": "b  "}],
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ),
+}
+TEMPLATES = os.environ.get("LMJAX_CHAT_TEMPLATES")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TEMPLATES, reason="LMJAX_CHAT_TEMPLATES is not set")
+@pytest.mark.parametrize("file", sorted(Path(TEMPLATES or "none").glob("*.jinja")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_real_templates(alpha, file, name):
+    """The same text as transformers, or refused by both; what only we render are tool calls that it cannot."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages, options = CONVERSATIONS[name]
+    source = file.read_text(encoding="utf-8")
+    special = alpha.settings.special_tokens
+    try:
+        (expected,), _ = render_jinja_template(
+            [messages], chat_template=source, **({"add_generation_prompt": True} | options | special)
+        )
+    except Exception:
+        expected = None
+    try:
+        found = prompt(alpha, messages, source, **options)
+    except ParameterError:
+        found = None
+    if not (expected is None and name == "history"):
+        assert found == expected
 
 
 def test_no_tools(alpha):

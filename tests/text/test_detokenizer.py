@@ -44,6 +44,31 @@ def test_stream_is_decode(toys, data, kind):
     assert run(tokenizer, ids, chunk, stop=[whole[-3:] + "\x01"], **flags)[0] == whole
 
 
+@given(data=st.data(), kind=st.sampled_from(list(toy_tokenizers.KINDS)))
+@settings(max_examples=200, deadline=None)
+def test_text_goes_on_from_the_prompt(toys, data, kind):
+    tokenizer = toys[kind]
+    one = st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i not in tokenizer.special_ids)
+    prompt = data.draw(st.lists(one, min_size=1, max_size=12))
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12))
+    whole, head = tokenizer.decode(prompt + ids, True), tokenizer.decode(prompt, True)
+    stream = Detokenizer(tokenizer, SamplingParams(), after=prompt)
+    text = stream.push(ids).text + stream.flush()
+    if not head.endswith("\ufffd"):  # the prompt ends with a whole character
+        assert text == whole[len(head) :]
+    assert whole.endswith(text)
+
+
+def test_first_space_and_cut_character_after_a_prompt(toys):
+    tokenizer = toys["sentencepiece_like"]
+    hello = tokenizer.token_id("▁Hello")
+    assert Detokenizer(tokenizer, SamplingParams()).push([hello]).text == "Hello"
+    assert Detokenizer(tokenizer, SamplingParams(), after=[hello]).push([hello]).text == " Hello"
+    assert Detokenizer(tokenizer, SamplingParams(), after=[tokenizer.bos_token_id]).push([hello]).text == "Hello"
+    cut = toys["byte_level"].encode("世")
+    assert Detokenizer(toys["byte_level"], SamplingParams(), after=cut[:1]).push(cut[1:]).text == "世"
+
+
 def first_end(text, stops):
     """By its definition: the stop string whose last character comes first; the longest of those."""
     ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
