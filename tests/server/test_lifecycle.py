@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +172,30 @@ def test_what_runs_too_long_is_aborted_with_a_clean_end(start: Callable[..., Pro
     process = start({"shutdown_timeout": 0.5 if how == "timeout" else 60}, script=False, step=0.02)
     process.wait("/ready", 200)
     streamed = Reader(process)
-    plain = Reader(process, LONG | {"stream": False}) if how == "never" else None
-    assert plain is None
+    with ThreadPoolExecutor(1) as pool:
+        plain = pool.submit(process.call, "POST", "/v1/completions", LONG | {"stream": False})
+        until(lambda: _running(process) == 2, 5)
+        _end_in_haste(process, how)
+    *chunks, last = streamed.events(done=False)
+    assert chunks and "shutting down" in last["error"]["message"]
+    status, body, _ = plain.result()
+    assert status == 503 and "shutting down" in body["error"]["message"]
+    assert process.end(8)[0] == 0
+
+
+def _running(process: Process) -> float:
+    connection = process.connect()
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return float(re.findall(r"^lmjax:num_requests_running\{.*\} (.*)$", text, re.M)[0])
+
+
+def _end_in_haste(process: Process, how: str) -> None:
     process.popen.send_signal(signal.SIGTERM)
     if how != "timeout":
         process.wait("/ready", 503)
         process.popen.send_signal(signal.SIGTERM)
-    *chunks, last = streamed.events(done=False)
-    assert chunks and "shutting down" in last["error"]["message"]
-    assert process.end(8)[0] == 0
 
 
 def test_the_engines_death_ends_the_process(start: Callable[..., Process]) -> None:
@@ -212,6 +231,40 @@ def _ask_socket(path: Path) -> bytes:
             return b""
         sock.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         return sock.recv(100).split(b"\r\n")[0]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program to make a certificate")
+def test_tls(start: Callable[..., Process], tmp_path: Path) -> None:
+    key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    make = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+        "-keyout",
+    ]
+    subprocess.run([*make, key, "-out", cert], check=True, capture_output=True)
+    process = start({"ssl_certfile": cert, "ssl_keyfile": key})
+    context = ssl.create_default_context(cafile=cert)
+    context.check_hostname = False
+
+    def ready() -> bool:
+        connection = http.client.HTTPSConnection("127.0.0.1", process.port, timeout=5, context=context)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except ConnectionError:
+            return False
+        finally:
+            connection.close()
+
+    until(ready, 20)
 
 
 @pytest.mark.parametrize(
