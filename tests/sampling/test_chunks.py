@@ -1,8 +1,11 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lmjax.sampling.chunks import best_token, first_above, to_chunks, top_values
+
+top_values_jit = jax.jit(top_values, static_argnums=1)
 
 
 def tied(rng, vocab, rows):
@@ -16,8 +19,8 @@ def test_top_values_equal_a_stable_sort(vocab, ties):
     rng = np.random.default_rng(vocab)
     x = tied(rng, vocab, 6) if ties else rng.normal(size=(vocab, 6)).astype(np.float32)
     x[rng.random(x.shape) < 0.1] = -np.inf
-    for k in {0, 1, min(3, vocab), min(20, vocab), vocab}:
-        values, ids = top_values(jnp.asarray(x), k)
+    for k in {0, 1, min(20, vocab), vocab}:
+        values, ids = top_values_jit(jnp.asarray(x), k)
         order = np.argsort(-x, axis=0, kind="stable")[:k].T
         # Where -inf ties with the filling, the filling has the larger ids: still the stable order.
         np.testing.assert_array_equal(ids, order)
