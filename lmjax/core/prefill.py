@@ -19,7 +19,7 @@ class PrefillRow:
 
 class PrefillPlanner:
     """Fills one step with prefill rows. A row is committed (its blocks named, its request moved on) when the next
-    one is planned; so the last can still be trimmed to the edge of a token bucket."""
+    one is looked at; so the last can still be trimmed to the edge of a token bucket."""
 
     def __init__(self, state: EngineState, budget: int):
         self.state = state
@@ -28,6 +28,7 @@ class PrefillPlanner:
         self.chunked = config.enable_chunked_prefill
         self.most = min(budget, config.long_prefill_token_threshold or budget)
         self.rows: list[PrefillRow] = []
+        self._open: PrefillRow | None = None  # the last one, while it is not committed
         self.copies: list[tuple[int, int, int]] = []
         self.new_decodes: list[int] = []
         self._blocked: tuple[int, int] | None = None  # (ticket, free blocks) of a head of the queue without room
@@ -40,10 +41,9 @@ class PrefillPlanner:
             left = self._continue_running(left)
         if len(self.state.queue):
             self._admit_waiting(left)
-        if self.rows:
-            if self.chunked:
-                self._trim(num_decode)
-            self._commit(self.rows[-1])
+        if self._open is not None and self.chunked:
+            self._trim(self._open, num_decode)
+        self._commit()
         return self.rows
 
     def _continue_running(self, left: int) -> int:
@@ -135,6 +135,7 @@ class PrefillPlanner:
         alone = state.num_running == 0
         if not alone and self._blocked == (request.ticket, kv.num_free):
             return 0
+        self._commit()  # its blocks may be a prefix of this request
         hit = state.lookup(request)
         total, start = len(request.history), hit.num_blocks * block_size
         length = min(total - start, left, self.most)
@@ -152,11 +153,11 @@ class PrefillPlanner:
         return length
 
     def _add(self, request: Request, start: int, length: int) -> None:
-        if self.rows:
-            self._commit(self.rows[-1])
-        self.rows.append(PrefillRow(request, start, length))
+        self._commit()
+        self._open = PrefillRow(request, start, length)
+        self.rows.append(self._open)
 
-    def _trim(self, num_decode: int) -> None:
+    def _trim(self, last: PrefillRow, num_decode: int) -> None:
         """Cuts the last chunk so that the step fills a smaller token bucket, if more would be padded than postponed."""
         buckets = self.state.info.token_buckets
         total = num_decode + sum(row.length for row in self.rows)
@@ -165,11 +166,13 @@ class PrefillPlanner:
         if below < 0 or above >= len(buckets):
             return
         over, padding = total - buckets[below], buckets[above] - total
-        last = self.rows[-1]
         if padding > over and last.length > over:
             last.length -= over
 
-    def _commit(self, row: PrefillRow) -> None:
+    def _commit(self) -> None:
+        row, self._open = self._open, None
+        if row is None:
+            return
         state, table, request = self.state, self.state.table, row.request
         slot, end = request.slot, row.start + row.length
         table.computed[slot] = end
