@@ -85,7 +85,9 @@ def _server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSetti
 
     if "api_key" not in given and os.environ.get("LMJAX_API_KEY"):
         given["api_key"] = [os.environ["LMJAX_API_KEY"]]
-    values = {_SETTINGS_NAMES.get(k, k): tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    values: dict[str, Any] = {
+        _SETTINGS_NAMES.get(k, k): tuple(v) if isinstance(v, list) else v for k, v in given.items()
+    }
     return ServerSettings(scheduling_policy=config.scheduling_policy, **values).validate()
 
 

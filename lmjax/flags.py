@@ -34,7 +34,8 @@ class Option:
             value = float(value)
         if self.kind is list and isinstance(value, str):
             value = [value]
-        if type(value) is not self.kind or (self.kind is list and not all(isinstance(v, str) for v in value)):
+        texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if type(value) is not self.kind or (self.kind is list and not texts):
             raise ConfigError(f"{flag(self.name)}: got {value!r}, must be {_NAMES[self.kind]}")
         return value
 

@@ -1,4 +1,4 @@
-"""``AsyncEngine``: the engine's process for asyncio programs. One reader of the channel, one wake-up a request a step."""
+"""``AsyncEngine``: the engine's process for asyncio. One reader of the channel, one wake-up a request a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import zmq
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front, load_front
@@ -72,7 +71,7 @@ class AsyncEngine:
             front = await asyncio.to_thread(_load_front, config)
             self.tokenizer = front.tokenizer
             self._process = EngineProcess(config, executor, self._exited)
-            self._loop.add_reader(self._process.inbox.getsockopt(zmq.FD), self._read)
+            self._loop.add_reader(self._process.fileno(), self._read)
             self._read()
             self.info = front.complete(await self._started)
         except BaseException:
@@ -184,13 +183,18 @@ class AsyncEngine:
 
     def _read(self) -> None:
         """zmq's descriptor signals changes only, so read until nothing is left, or come back by ourselves."""
-        if self._process is None or self._process.inbox.closed:
+        if self._process is None or self._process.released:
             return
-        for _ in range(_MESSAGES_A_TURN):
-            message = self._process.receive()
-            if message is None:
-                return
-            self._handle(message)
+        try:
+            for _ in range(_MESSAGES_A_TURN):
+                message = self._process.receive()
+                if message is None:
+                    return
+                self._handle(message)
+        except Exception as error:  # nobody would come back for the rest, and every stream would hang
+            log.exception("the engine's messages can't be read")
+            self._die(f"the front end failed: {type(error).__name__}: {one_line(error)}", EngineDeadError)
+            return
         self._loop.call_soon(self._read)
 
     def _handle(self, message: Any) -> None:
@@ -253,8 +257,8 @@ class AsyncEngine:
             _wake(self._outputs.fail_all(self._dead))
         if not self._started.done():
             self._started.cancel()
-        if process is not None and not process.inbox.closed:
-            self._loop.remove_reader(process.inbox.getsockopt(zmq.FD))
+        if process is not None and not process.released:
+            self._loop.remove_reader(process.fileno())
             # shielded: a cancelled start must still leave no process behind
             await asyncio.shield(asyncio.ensure_future(_end(process, grace)))
 

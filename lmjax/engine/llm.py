@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,6 +26,8 @@ from lmjax.text.chat import render_chat
 from lmjax.types import EngineDeadError, ParameterError, RequestOutput, RequestUpdate, SamplingParams
 
 log = logging.getLogger("lmjax.engine")
+
+_STUCK = 0.001  # seconds to wait when no step could be made
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -164,7 +166,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _run(self, checked: Sequence[Checked]) -> Iterator[tuple[int, RequestUpdate]]:
+    def _run(self, checked: Sequence[Checked]) -> Generator[tuple[int, RequestUpdate], None, None]:
         """Updates with the index of their request. Other runs may go on at the same time: each steps for all."""
         ready: list[RequestState] = []
         requests: dict[int, tuple[int, RequestState]] = {}
@@ -193,7 +195,7 @@ class LLM:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         now = time.monotonic()
-        with self._lock:
+        with _interrupts_deferred(), self._lock:
             state = self._outputs.open(uuid.uuid4().hex, checked.prompt, checked.params, now)
             state.waiter = ready
             self._engine.handle(
@@ -216,7 +218,8 @@ class LLM:
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
             try:
-                self._engine.step()
+                if not self._engine.step():
+                    time.sleep(_STUCK)
             except Exception as error:
                 self._dead = f"the engine's loop failed: {type(error).__name__}: {error}"
                 self._outputs.fail_all(self._dead)
@@ -232,7 +235,7 @@ class LLM:
     def _abort(self, states: list[RequestState]) -> None:
         if not states or self._dead is not None:
             return
-        with self._lock:
+        with _interrupts_deferred(), self._lock:
             handles = [handle for state in states for handle in self._outputs.close(state)]
             self._engine.handle(AbortRequest(handles))
         for _ in range(2):  # what is in flight comes back, then its blocks are free
@@ -264,7 +267,9 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams], count: int) 
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
-        raise ParameterError("sampling_params", f"got {len(params)} of them for {count} prompts, must be one or as many")
+        raise ParameterError(
+            "sampling_params", f"got {len(params)} of them for {count} prompts, must be one or as many"
+        )
     return list(params)
 
 

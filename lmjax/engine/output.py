@@ -221,7 +221,8 @@ class OutputProcessor:
         # the text of a token that stops the request is no part of the answer, unless asked for
         silent = end is not None and end.reason == "stop" and not params.include_stop_str_in_output
         result = choice.detokenizer.push(tokens[:-1] if silent else tokens)
-        text, reason, stop_reason = result.text, None, None
+        text, reason = result.text, None
+        stop_reason: int | str | None = None
         if result.stop is not None:
             reason, stop_reason = "stop", result.stop
             del tokens[result.consumed :], logprobs[result.consumed :]

@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable
@@ -57,7 +58,7 @@ class EngineProcess:
         base = f"ipc://{self._directory}"
         self._context = zmq.Context(1)
         self._outbox = _socket(self._context, zmq.PUSH, f"{base}/in", bind=True)
-        self.inbox = _socket(self._context, zmq.PULL, f"{base}/out", bind=True)
+        self._inbox = _socket(self._context, zmq.PULL, f"{base}/out", bind=True)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Outbound).decode
         boot = {
@@ -79,6 +80,16 @@ class EngineProcess:
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def released(self) -> bool:
+        return self._context.closed
+
+    def fileno(self) -> int:
+        """Becomes readable when messages *begin* to arrive: then ``receive`` until there is none."""
+        descriptor = self._inbox.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        return descriptor
+
     def send(self, message: AddRequest | AbortRequest | Shutdown) -> None:
         """To a child that is ready. One that has died has no socket, and then zmq would wait for the next one."""
         with contextlib.suppress(zmq.Again):
@@ -87,7 +98,7 @@ class EngineProcess:
     def receive(self) -> Any:
         """The next message of the child, or None if there is none yet."""
         try:
-            return self._decode(self.inbox.recv(zmq.NOBLOCK))
+            return self._decode(self._inbox.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
 
@@ -105,7 +116,7 @@ class EngineProcess:
         assert self._child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.close()
-        self.inbox.close()
+        self._inbox.close()
         self._outbox.close()
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -124,8 +135,8 @@ def _private_directory() -> str:
 
 def _spawn() -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
-    path = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(path)
+    if Path(sysconfig.get_path("purelib")).resolve() != _ROOT:  # run from a checkout
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH")]))
     # -P: the working directory is no place to import from
     command = [sys.executable, "-P", "-m", "lmjax.engine.process"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
@@ -186,7 +197,11 @@ def serve(config: EngineConfig, executor: str, channel: Channel) -> int:
 
     try:
         engine, info = build_engine(config, lambda line: channel.send(Progress(line)), executor, channel.send)
-    except (ConfigError, ValueError, OSError) as error:  # settings or files; weights' and models' errors are ValueErrors
+    except (
+        ConfigError,
+        ValueError,
+        OSError,
+    ) as error:  # settings or files; weights' and models' errors are ValueErrors
         log.debug("the engine could not start", exc_info=True)
         channel.send(Dead(one_line(error), config=True))
         return 2

@@ -115,7 +115,7 @@ def test_broken_books_end_the_loop():
 def test_every_step_size_is_told_once():
     engine, records = made()
     engine.run(Inbox({1: [add(1, range(10), max_tokens=5)], 4: [add(2, range(20), max_tokens=5)]}))
-    sizes = sum((r.stats.iteration_tokens for r in records if r.stats), [])
+    sizes = [size for r in records if r.stats for size in r.stats.iteration_tokens]
     stats = engine.stats()
     assert len(sizes) == stats.steps and sum(sizes) == stats.scheduled_tokens
     assert 0 < stats.step_host_seconds < 5
@@ -124,7 +124,7 @@ def test_every_step_size_is_told_once():
 def busy_engine(rows, step_seconds=0.0, publish=lambda record: None, **params):
     info = fake_info(max_num_seqs=rows, num_blocks=rows * 40, max_model_len=512, token_buckets=(1024,))
     executor = FakeExecutor(info, cheap=True, step_seconds=step_seconds)
-    engine, records = made(executor=executor, budget=1024)
+    engine, _ = made(executor=executor, budget=1024)
     engine._publish = publish
     for handle in range(rows):
         engine.handle(add(handle, range(4), max_tokens=500, **params))
@@ -133,36 +133,41 @@ def busy_engine(rows, step_seconds=0.0, publish=lambda record: None, **params):
     return engine
 
 
+def quickest(turn, rounds=10, steps=10):
+    """Seconds of the best round: what the machine's other work left alone."""
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(steps):
+            turn()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
 def test_the_host_part_of_a_step_is_small():
     """0.25 ms is the aim for 256 rows on a free core; the bound leaves room for a loaded one."""
     engine = busy_engine(256, publish=msgspec.msgpack.Encoder().encode)
-    best = float("inf")
-    for _ in range(10):
-        begin = time.perf_counter()
-        for _ in range(20):
-            engine.step()
-        best = min(best, (time.perf_counter() - begin) / 20)
+    best = quickest(engine.step, steps=20) / 20
     print(f"host part of a step: {best * 1e3:.3f} ms")
     assert best < 1e-3
 
 
 def test_steps_take_as_long_as_the_device():
     engine = busy_engine(256, step_seconds=0.005)
-    executor, steps = engine.executor, 40
-    plan = engine._in_flight[0]
-    begin = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    took = time.perf_counter() - begin
+    executor = engine.executor
+    plan, in_flight = engine._in_flight
+    took = quickest(engine.step)
     executor.collect(engine._in_flight[1])
     in_flight = executor.submit(plan)
-    begin = time.perf_counter()
-    for _ in range(steps):
+
+    def bare():
+        nonlocal in_flight
         in_flight, before = executor.submit(plan), in_flight
         executor.collect(before)
-    bare = time.perf_counter() - begin
-    print(f"{took / bare:.3f} of the bare executor")  # the aim is 1.03; the bound leaves room for a loaded machine
-    assert took < 1.15 * bare
+
+    ratio = took / quickest(bare)
+    print(f"{ratio:.3f} of the bare executor")  # the aim is 1.03; the bound leaves room for a loaded machine
+    assert ratio < 1.15
 
 
 def test_encoding_is_bare_msgspec():

@@ -27,7 +27,7 @@ def llm():
 
 
 def test_answers_come_in_order(llm):
-    prompts = ["alpha", "b" * 200, "", "gamma"][:2] + ["gamma"]
+    prompts = ["alpha", "b" * 200, "gamma"]
     outputs = llm.generate(prompts, [GREEDY, SamplingParams(max_tokens=1), GREEDY], use_tqdm=False)
     assert [output.prompt for output in outputs] == prompts
     assert [output.prompt_token_ids for output in outputs] == [list(p.encode()) for p in prompts]
@@ -161,7 +161,7 @@ def test_the_models_own_defaults(tmp_path):
 
 # --- a real model -------------------------------------------------------------------------------------------------
 
-SMALL = {"max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 32}
+SMALL = {"max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 16}
 
 
 def test_64_streams_say_what_plain_answers_say():

@@ -89,7 +89,7 @@ def test_a_stop_string_across_tokens_ends_the_choice_here(outputs, include, text
     assert aborted == [request.handle] and len(updates) == 3  # GHI came too late and touched nobody
     deltas = [update.deltas[0] for update in updates]
     assert "".join(d.text for d in deltas) == text
-    assert sum((d.token_ids for d in deltas), []) == [SAY, ABC, DEF]
+    assert [token for d in deltas for token in d.token_ids] == [SAY, ABC, DEF]
     assert [len(d.logprobs) for d in deltas] == [1, 1, 1]
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "CD")
     assert updates[-1].finished
@@ -127,7 +127,9 @@ def test_logprobs_only_for_those_who_asked_and_only_so_many(outputs):
 
 def prompt_columns(handle, first, n):
     positions = range(first, first + n)
-    return PromptLogprobColumns(handle, first, f4(*(-p for p in positions)), i4(*[1] * n), 1, i4(*[9] * n), f4(*[-1] * n))
+    return PromptLogprobColumns(
+        handle, first, f4(*(-p for p in positions)), i4(*[1] * n), 1, i4(*[9] * n), f4(*[-1] * n)
+    )
 
 
 def test_prompt_logprobs_are_put_together_and_given_once(outputs):

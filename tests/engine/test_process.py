@@ -106,7 +106,7 @@ def test_a_slow_reader_gets_one_merged_update():
 def test_a_bad_request_raises_at_the_call():
     async def main():
         async with await start() as engine:
-            with pytest.raises(ParameterError, match="max_tokens: .*512.*1019.*19.*1000"):
+            with pytest.raises(ParameterError, match=r"max_tokens: .*512.*1019.*19.*1000"):
                 engine.generate(PROMPT, SamplingParams(max_tokens=1000))
             ids, params = engine.validate(PROMPT, SamplingParams(max_tokens=None, truncate_prompt_tokens=5))
             assert (ids, params.max_tokens) == (PROMPT[-5:], 507)
@@ -163,7 +163,7 @@ def test_kill_9_gives_every_client_an_error_and_leaves_nothing():
 def test_a_failing_loop_says_what_failed():
     async def main():
         engine = await start("fails_later")
-        with pytest.raises(EngineDeadError, match="RuntimeError: step 20 is bad$"):
+        with pytest.raises(EngineDeadError, match=r"RuntimeError: step 20 is bad$"):
             await answer(engine, max_tokens=400, ignore_eos=True)
         pid = engine.pid
         await until(lambda: not alive(pid))
