@@ -13,6 +13,7 @@ from lmjax.text.errors import TokenizerError
 from lmjax.text.tokenizer import Tokenizer, TokenizerSettings
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGGED_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 
@@ -28,10 +29,11 @@ def load_hf_tokenizer(path: Path) -> Tokenizer:
     elif (model := _sentencepiece_file(directory)) is not None:
         from lmjax.text.sentencepiece import load_sentencepiece
 
-        backend, defaults = load_sentencepiece(model)
-        named = defaults | named
+        backend, own = load_sentencepiece(model)
+        named = own | named
         _add_tokens(backend, config, named)
-        _set_bos_eos(backend, {"add_bos_token": True, "add_eos_token": False} | config, named)
+        defaults = {"add_bos_token": True, "add_eos_token": False}
+        _set_bos_eos(backend, defaults | config | {"tokenizer_class": "LlamaTokenizer"}, named)
     else:
         raise TokenizerError(
             f"{directory} has no tokenizer: expected tokenizer.json or a sentencepiece tokenizer.model"
@@ -108,8 +110,13 @@ def _add_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str])
 
 
 def _set_bos_eos(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:
-    """The config's ``add_bos_token`` and ``add_eos_token``, where given, win over tokenizer.json's template."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
+    """``add_bos_token`` and ``add_eos_token`` win over tokenizer.json's template for the classes that have them.
+
+    transformers 5 ignores them where there is a tokenizer.json; transformers 4 and llama.cpp follow them, and models
+    were made that rely on it (DeepSeek V3's file alone adds no BOS).
+    """
+    kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
+    if kind not in _FLAGGED_CLASSES or ("add_bos_token" not in config and "add_eos_token" not in config):
         return
     bos = named.get("bos_token") if config.get("add_bos_token") else None
     eos = named.get("eos_token") if config.get("add_eos_token") else None

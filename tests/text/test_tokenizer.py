@@ -109,10 +109,12 @@ def test_special_tokens_in_a_row_without_spaces(toys):
     ],
 )
 def test_bos_and_eos_flags(tmp_path, flags, expected):
-    _copy_alpha(tmp_path, **flags)
+    _copy_alpha(tmp_path, tokenizer_class="LlamaTokenizerFast", **flags)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("h") == expected
     assert tokenizer.encode("h", add_special_tokens=False) == [104]
+    _copy_alpha(tmp_path, **flags)  # a class without such flags
+    assert load_tokenizer(tmp_path).encode("h") == [104]
 
 
 def test_tokens_of_the_config_are_added(tmp_path):
@@ -178,3 +180,28 @@ def _copy_alpha(path, **config):
     (path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     settings = json.loads((source / "tokenizer_config.json").read_text()) | config
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_long_texts_do_not_stop_other_threads(alpha):
+    """While one thread encodes a text of a megabyte, another one goes on."""
+    import threading
+    import time
+
+    done, worst = threading.Event(), 0.0
+
+    def beat():
+        nonlocal worst
+        while not done.is_set():
+            start = time.perf_counter()
+            time.sleep(0.001)
+            worst = max(worst, time.perf_counter() - start)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    start = time.perf_counter()
+    ids = alpha.encode("hello world " * 80_000)
+    took = time.perf_counter() - start
+    done.set()
+    thread.join()
+    assert len(ids) == 960_000
+    assert worst < max(took / 2, 0.25)
