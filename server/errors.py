@@ -54,8 +54,8 @@ def bad_request(param: str | None, message: str, code: str = "invalid_value") ->
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
-def unavailable(message: str, retry_after: int = 5) -> ApiError:
-    return ApiError(503, message, headers={"Retry-After": str(retry_after)})
+def unavailable(message: str, code: str = "unavailable", retry_after: int = 5) -> ApiError:
+    return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})
 
 
 def to_api_error(exc: BaseException, renames: dict[str, str] | None = None) -> ApiError:

@@ -35,6 +35,9 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             response = await handler(request)
         except asyncio.CancelledError:
             raise
+        except ConnectionError as exc:
+            note(request).gone = True
+            response = ApiError(400, f"the connection broke: {exc}").response()
         except Exception as exc:
             response = to_api_error(exc).response()
         status = CLIENT_CLOSED if note(request).gone else response.status

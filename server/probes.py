@@ -14,7 +14,7 @@ async def health(request: web.Request) -> web.Response:
     """Live: 200 also while the model loads and while the server drains; 503 when the engine is dead."""
     client = request.app[STATE].client
     if client is not None and client.dead:
-        raise unavailable(f"the engine is dead: {client.dead}")
+        raise unavailable(f"the engine is dead: {client.dead}", "engine_dead")
     return json_response({"status": "ok"})
 
 

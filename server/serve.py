@@ -83,7 +83,7 @@ async def running(request: web.Request, state: ServerState, generation: Generati
         if state.aborting is None:
             raise  # the client has gone
         task.uncancel()
-        raise unavailable(state.aborting) from None
+        raise unavailable(state.aborting, "aborted") from None
     except QueueFullError:
         state.metrics.rejected("queue_full")
         raise

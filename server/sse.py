@@ -44,7 +44,11 @@ class EventStream:
         return self._response
 
     async def open(self) -> None:
-        await self._response.prepare(self._request)
+        """Sends the headers. Raises ``ReaderGone``."""
+        try:
+            await self._response.prepare(self._request)
+        except ConnectionError as exc:
+            raise ReaderGone("the client closed the connection") from exc
         self.opened = True
 
     def add(self, choice: msgspec.Struct, usage: Usage | None = None, extra: dict[str, Any] | None = None) -> None:

@@ -44,16 +44,20 @@ class ServerState:
     def engine(self) -> EngineClient:
         """The engine, if a request may use it now; else raises ``ApiError`` 503."""
         if self.draining:
-            self.metrics.rejected("draining")
-            raise unavailable("the server is shutting down")
+            raise unavailable("the server is shutting down", "draining")
+        if self.client is not None and self.client.dead:
+            raise unavailable(f"the engine is dead: {self.client.dead}", "engine_dead")
         if self.client is None or not self.client.ready:
-            if self.client is not None and self.client.dead:
-                raise unavailable(f"the engine is dead: {self.client.dead}")
-            self.metrics.rejected("loading")
-            raise unavailable("the model is still loading")
-        if self.client.dead:
-            raise unavailable(f"the engine is dead: {self.client.dead}")
+            raise unavailable("the model is still loading", "loading")
         return self.client
+
+    def admit(self) -> EngineClient:
+        """As ``engine``, for a request that generates: one that is turned away is counted."""
+        try:
+            return self.engine()
+        except ApiError as error:
+            self.metrics.rejected(error.code)
+            raise
 
     def model_name(self, requested: str | None) -> str:
         """The name to answer with; raises ``ApiError`` 404 for a model that is not served."""

@@ -30,7 +30,7 @@ from server.state import STATE, new_id
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    client = state.engine()
+    client = state.admit()
     body = await read_body(request)
     asked, job = await state.offload(is_heavy(body, state.settings), prepare_chat, body, client, state.settings)
     model = state.model_name(asked.model)

@@ -24,7 +24,7 @@ from server.state import STATE, new_id
 
 async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    client = state.engine()
+    client = state.admit()
     body = await read_body(request)
     asked, jobs = await state.offload(is_heavy(body, state.settings), prepare_completion, body, client, state.settings)
     model = state.model_name(asked.model)

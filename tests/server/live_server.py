@@ -21,7 +21,12 @@ from tests.server.helpers import events
 
 ROOT = Path(__file__).parents[2]
 # few shapes, so that a start compiles few programs
-SMALL = {"--max-num-seqs": "8", "--max-num-batched-tokens": "128", "--dtype": "float32"}
+SMALL = {
+    "--max-num-seqs": "4",
+    "--max-num-batched-tokens": "64",
+    "--num-gpu-blocks-override": "256",
+    "--dtype": "float32",
+}
 
 
 @dataclass
@@ -91,7 +96,11 @@ class LiveServer:
             self.port = sock.getsockname()[1]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(self.command(), cwd=ROOT, stdout=self.log, stderr=self.log)
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
 
     def command(self) -> list[str]:
         flags = dict(SMALL) | dict(zip(self.flags[::2], self.flags[1::2], strict=True))
@@ -159,3 +168,29 @@ class LiveServer:
                 self.process.kill()
                 self.process.wait()
         self.log.close()
+
+
+class Servers:
+    """The server of one set-up; asking for another one ends it and starts the next."""
+
+    def __init__(self) -> None:
+        self._setup: tuple[str, tuple[str, ...]] | None = None
+        self._server: LiveServer | None = None
+        self._failed: dict[Any, str] = {}  # a start that failed is not tried again for every test
+
+    def get(self, fixture: str, flags: tuple[str, ...]) -> LiveServer:
+        if (fixture, flags) != self._setup or self._server is None:
+            self.close()
+            assert (fixture, flags) not in self._failed, self._failed[fixture, flags]
+            headers = {"Authorization": "Bearer sk-test"} if "sk-test" in flags else {}
+            try:
+                self._server, self._setup = LiveServer(fixture, flags, headers), (fixture, flags)
+            except AssertionError as error:
+                self._failed[fixture, flags] = str(error)
+                raise
+        return self._server
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None

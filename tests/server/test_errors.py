@@ -165,6 +165,36 @@ async def test_content_types() -> None:
 
 
 @run_async
+async def test_compressed_bodies_are_refused_unread() -> None:
+    async with api() as server:
+        for encoding in ("gzip", "deflate", "br", "zstd", "nonsense"):
+            headers = JSON | {"Content-Encoding": encoding}
+            async with server.http.post("/v1/completions", data=b"\x1f\x8b", headers=headers) as response:
+                await check_error(response, 415)
+        await alive(server)
+
+
+@run_async
+async def test_requests_that_are_not_http() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    raws = (
+        b"GARBAGE\r\n\r\n",
+        head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
+        head + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcdef\r\n0\r\n\r\n",
+        head + b"Content-Length: -5\r\n\r\nabc",
+        head + b"X-Request-Id: " + b"x" * 10_000 + b"\r\n\r\n",
+    )
+    async with api() as server:
+        for raw in raws:
+            reader, writer = await asyncio.open_connection(server.http.host, server.http.port)
+            writer.write(raw)
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert answer.split(b"\r\n")[0].endswith(b"400 Bad Request") and b"Traceback" not in answer
+            writer.close()
+        await alive(server)
+
+
+@run_async
 async def test_large_bodies() -> None:
     async with api(max_body_bytes=100_000) as server:
 

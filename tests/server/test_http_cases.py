@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.http_checks import CHECKS, Run, apply, send_case
-from tests.server.live_server import LiveServer
+from tests.server.live_server import Servers
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "http_cases.jsonl").read_text().splitlines()]
 # the set-up in words -> flags of the command line
@@ -27,43 +26,15 @@ def setup_of(case: dict[str, Any]) -> tuple[str, str]:
     return case.get("fixture", "ALPHA"), case.get("flags", "")
 
 
-CASES.sort(key=setup_of)  # stable: cases of one server stay in order, and one server runs at a time
-
-
-class _Servers:
-    """The server of the case at hand; another set-up ends it and starts the next."""
-
-    def __init__(self) -> None:
-        self._setup: tuple[str, str] | None = None
-        self._server: LiveServer | None = None
-
-    def get(self, case: dict[str, Any]) -> LiveServer:
-        setup = setup_of(case)
-        if setup != self._setup or self._server is None:
-            self.close()
-            fixture, flags = setup
-            headers = {"Authorization": "Bearer sk-test"} if "sk-test" in flags else {}
-            self._server, self._setup = LiveServer(fixture, FLAGS[flags], headers), setup
-        return self._server
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[_Servers]:
-    made = _Servers()
-    yield made
-    made.close()
+CASES.sort(key=setup_of)  # stable: one server after the other
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
-def test_case(case: dict[str, Any], servers: _Servers) -> None:
-    server = servers.get(case)
+def test_case(case: dict[str, Any], servers: Servers) -> None:
+    fixture, flags = setup_of(case)
+    server = servers.get(fixture, FLAGS[flags])
     assert server.known_text
-    if "flags" in case and "headers" not in case and "sk-test" in case["flags"]:
+    if "sk-test" in flags and "headers" not in case:
         case = case | {"headers": {}}  # these cases bring no key
     run = Run(case, server, send_case(case, server))
     expected = case["expect"]["status"]
