@@ -6,6 +6,8 @@ KV on every step.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -60,19 +62,59 @@ def forward(params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch
     Donate the pools: they are then updated in place. Hidden states of padding tokens are finite and mean nothing.
     """
     x = params.embed[batch.token_ids].T
-    rope = rope_tables(inverse_frequencies(spec.rope), spec.rope.attention_factor, batch.positions)
-    block_size = pools[0].shape[4]
-    targets = _write_targets(batch, block_size)
+    step = _Step(
+        batch=batch,
+        rope=_rope(spec, batch),
+        targets=_write_targets(batch, pools[0].shape[4]),
+        layer_ids=_layer_ids(spec, batch),
+        eps=spec.norm_eps,
+    )
     state = list(pools)
-    for layer, weights in zip(spec.layers, params.layers, strict=True):
+    for i, (layer, weights) in enumerate(zip(spec.layers, params.layers, strict=True)):
         group = layer.attention.group
-        x, state[group] = _layer(weights, layer, spec.norm_eps, x, state[group], rope, batch, targets[group])
+        x, state[group] = _layer(weights, layer, x, state[group], step, i)
     return rms_norm(x, params.norm, spec.norm_eps), tuple(state)
 
 
 def logits(params: DecoderParams, spec: DecoderSpec, hidden: jax.Array) -> jax.Array:
     """hidden [D, S] (columns of ``forward``'s first result) -> float32 [V, S]."""
     return matmul(params.embed if spec.tie_embeddings else params.head, hidden)
+
+
+class _Step(NamedTuple):
+    """What all layers of a step share."""
+
+    batch: Batch
+    rope: tuple[jax.Array, jax.Array]  # cos, sin  float32 [R / 2, T]
+    targets: list[tuple[jax.Array, jax.Array]]  # per KV group: block id and offset of each token, int32 [T]
+    layer_ids: tuple[jax.Array, ...]  # int32 [] a layer: its index within its KV group
+    eps: float
+
+
+def _rope(spec: DecoderSpec, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def tables(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rope_tables(inverse_frequencies(spec.rope), spec.rope.attention_factor, positions)
+
+    def once(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # XLA:CPU would fuse sines and cosines into every use, in every layer, past a barrier too. It does not fuse
+        # into a conditional, and cannot know that this one is always true.
+        shape = (spec.rope.dim // 2, *positions.shape)
+        zeros = (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
+        return lax.cond(batch.num_tokens >= 0, tables, lambda _: zeros, positions)
+
+    return lax.platform_dependent(batch.positions, cpu=once, default=tables)
+
+
+def _layer_ids(spec: DecoderSpec, batch: Batch) -> tuple[jax.Array, ...]:
+    ids = tuple(jnp.int32(layer.attention.index) for layer in spec.layers)
+
+    def opaque(num_tokens: jax.Array) -> tuple[jax.Array, ...]:
+        # With a constant index every layer's kernels differ. Made of a run-time value they are equal, and XLA:CPU
+        # compiles equal kernels once: half the compile time.
+        zero = jnp.minimum(num_tokens, 0)
+        return tuple(zero + i for i in ids)
+
+    return lax.platform_dependent(batch.num_tokens, cpu=opaque, default=lambda _: ids)
 
 
 def _write_targets(batch: Batch, block_size: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -84,45 +126,35 @@ def _write_targets(batch: Batch, block_size: int) -> list[tuple[jax.Array, jax.A
 
 
 def _layer(
-    p: LayerParams,
-    layer: LayerSpec,
-    eps: float,
-    x: jax.Array,
-    pool: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    batch: Batch,
-    target: tuple[jax.Array, jax.Array],
+    p: LayerParams, layer: LayerSpec, x: jax.Array, pool: jax.Array, step: _Step, i: int
 ) -> tuple[jax.Array, jax.Array]:
-    o, pool = _attention(p.attn, layer.attention, eps, rms_norm(x, p.attn.norm, eps), pool, rope, batch, target)
+    """Layer ``i``: residual x [D, T] and its group's pool -> the same, updated."""
+    h = rms_norm(x, p.attn.norm, step.eps)
+    o, pool = _attention(p.attn, layer.attention, h, pool, step, i)
     x = x + o
-    h = rms_norm(x, p.mlp.norm, eps)
+    h = rms_norm(x, p.mlp.norm, step.eps)
     return x + gated_mlp(p.mlp.gate_up, p.mlp.down, h, layer.mlp.activation), pool
 
 
 def _attention(
-    p: AttentionParams,
-    a: AttentionSpec,
-    eps: float,
-    x: jax.Array,
-    pool: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    batch: Batch,
-    target: tuple[jax.Array, jax.Array],
+    p: AttentionParams, a: AttentionSpec, x: jax.Array, pool: jax.Array, step: _Step, i: int
 ) -> tuple[jax.Array, jax.Array]:
     """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
-    tokens = x.shape[-1]
+    tokens, batch = x.shape[-1], step.batch
     qkv = linear(p.qkv, x)  # [K, G + 2, H, T]
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
-    if p.q_norm is not None:
-        q, k = rms_norm(q, p.q_norm, eps), rms_norm(k, p.k_norm, eps)
-    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    if a.qk_norm:
+        q, k = rms_norm(q, p.q_norm, step.eps), rms_norm(k, p.k_norm, step.eps)
+    q, k = apply_rope(q, *step.rope), apply_rope(k, *step.rope)
     q = q.reshape(a.heads, a.head_dim, tokens).transpose(2, 0, 1)  # [T, N, H]
     k, v = k.transpose(2, 0, 1), v.transpose(2, 0, 1)  # [T, K, H]
-    pool = kv_write(pool, k, v, layer=a.index, block_ids=target[0], offsets=target[1])
+    block_ids, offsets = step.targets[a.group]
+    index: Any = step.layer_ids[i]  # the ops take a traced scalar as well as an int
+    pool = kv_write(pool, k, v, layer=index, block_ids=block_ids, offsets=offsets)
     o = paged_attention(
         q,
         pool,
-        layer=a.index,
+        layer=index,
         block_tables=batch.block_tables[a.group],
         token_rows=batch.token_rows,
         positions=batch.positions,
