@@ -31,7 +31,10 @@ def params_from(tensors: dict[str, np.ndarray], spec: DecoderSpec, dtype: str = 
 
 
 # LLVM's optimiser would take most of the tests' time and change nothing for programs this small
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=2, compiler_options={"xla_backend_optimization_level": 0})
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=2, compiler_options=COMPILER_OPTIONS)
 def _run(params: DecoderParams, spec: DecoderSpec, pools: tuple, batch: Batch) -> tuple[jax.Array, tuple]:
     hidden, pools = decoder.forward(params, spec, pools, batch)
     return decoder.logits(params, spec, hidden), pools
