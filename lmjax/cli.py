@@ -55,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     add_options(serve, "server", SERVER)
     generate = commands.add_parser("generate", help="answers in the terminal, or of a file of prompts")
     generate.add_argument("prompt", nargs="?", help="the prompt (without one: a conversation, or standard input)")
-    generate.add_argument("--file", metavar="FILE", help="a prompt a line: a JSON text, or an object with prompt or")
+    generate.add_argument(
+        "--file", metavar="FILE", help="prompts, one a line: a JSON text, or an object with prompt or messages"
+    )
     generate.add_argument("--output", metavar="FILE", help="where the answers to --file go, a JSON object a line")
     generate.add_argument("--system", metavar="TEXT", help="the system message")
     generate.add_argument("--raw", action="store_true", help="go on with the text itself, without the chat template")

@@ -41,7 +41,9 @@ def run(job: Job, config: EngineConfig) -> int:
     from lmjax.engine.llm import LLM
 
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    with LLM(**settings, progress=lambda line: print(line, file=sys.stderr, flush=True)) as llm:
+    with LLM(**settings, progress=_say) as llm:
+        if sys.stderr.isatty():
+            _say("")
         if target is not None:
             with target:
                 _batch(llm, job, lines, target)
@@ -50,6 +52,12 @@ def run(job: Job, config: EngineConfig) -> int:
         else:
             _converse(llm, job)
     return 0
+
+
+def _say(line: str) -> None:
+    """Progress of the start: in a terminal on one line."""
+    begin, end = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
+    print(begin + line, end=end, file=sys.stderr, flush=True)
 
 
 # --- terminal -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lmjax.engine.build import DEFAULT_EXECUTOR, Front, load_front
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.process import EngineProcess, one_line
 from lmjax.engine.records import AbortRequest, AddRequest, Dead, Progress, Ready, Shutdown, StepRecord
-from lmjax.engine.validate import Checked, check_request
+from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineStats
 from lmjax.types import EngineDeadError, RequestUpdate, SamplingParams
 
@@ -45,6 +45,7 @@ class AsyncEngine:
         self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._stats = EngineStats()
         self._dead: str | None = None
+        self._policy = "fcfs"
         self._progress: Callable[[str], None] | None = None
         self._on_dead: Callable[[str], None] | None = None
 
@@ -65,7 +66,7 @@ class AsyncEngine:
         """
         self = cls()
         self._progress, self._on_dead = progress, on_dead
-        config.validate()
+        self._policy = config.validate().scheduling_policy
         try:
             # first: a model that is not there costs no process, and a download or unpacking is done only once
             front = await asyncio.to_thread(_load_front, config)
@@ -123,6 +124,7 @@ class AsyncEngine:
         Raises ``ParameterError`` at the call. The iterator raises ``QueueFullError``, and ``EngineDeadError`` after
         an update that has ``error`` set. The request is queued when its first update is asked for.
         """
+        check_priority(priority, self._policy)
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
         return self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
 

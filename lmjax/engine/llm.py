@@ -20,7 +20,7 @@ from lmjax.engine.build import DEFAULT_EXECUTOR, build_engine, load_front
 from lmjax.engine.collect import Collector
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.records import AbortRequest, AddRequest, StepRecord
-from lmjax.engine.validate import Checked, check_request
+from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineStats
 from lmjax.text.chat import render_chat
 from lmjax.types import EngineDeadError, ParameterError, RequestOutput, RequestUpdate, SamplingParams
@@ -77,16 +77,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """The answers, in the order of the prompts (texts or lists of token ids; one or a list of them).
 
+        ``priority``: lower runs first, with ``scheduling_policy="priority"``; one for all or one a prompt.
         Raises ``ParameterError`` before anything runs if one of them can't. Ctrl-C aborts them all; the LLM can be
         used on.
         """
         listed = _prompt_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         params = sampling_params or self.get_default_sampling_params()
-        return self._generate(texts, [self._encode(prompt) for prompt in listed], params, use_tqdm)
+        return self._generate(texts, [self._encode(prompt) for prompt in listed], params, use_tqdm, priority)
 
     def chat(
         self,
@@ -94,6 +97,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: int | Sequence[int] = 0,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -121,7 +125,7 @@ class LLM:
         ]
         encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         default = dataclasses.replace(self.get_default_sampling_params(), max_tokens=None)
-        return self._generate(texts, encoded, sampling_params or default, use_tqdm)
+        return self._generate(texts, encoded, sampling_params or default, use_tqdm, priority)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The prompt of a conversation; ``options`` as of ``lmjax.text.chat.render_chat``."""
@@ -132,7 +136,7 @@ class LLM:
         """The updates of one request as they come. Closing the iterator aborts it."""
         params = sampling_params or self.get_default_sampling_params()
         checked = check_request(self._encode(prompt), params, self.info, self.tokenizer)
-        return (update for _, update in self._run([checked]))
+        return (update for _, update in self._run([checked], [0]))
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -151,13 +155,20 @@ class LLM:
         prompts: Sequence[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
         use_tqdm: bool,
+        priority: int | Sequence[int],
     ) -> list[RequestOutput]:
-        params = _params_list(sampling_params, len(prompts))
+        params = _list_of("sampling_params", sampling_params, SamplingParams, len(prompts))
+        priorities = _list_of("priority", priority, int, len(prompts))
+        for value in priorities:
+            check_priority(value, self._config.scheduling_policy)
         checked = [check_request(ids, p, self.info, self.tokenizer) for ids, p in zip(prompts, params, strict=True)]
         collectors = [
             Collector(self.tokenizer, text, c.prompt, c.params) for text, c in zip(texts, checked, strict=True)
         ]
-        with _progress_bar(len(prompts), use_tqdm) as bar, contextlib.closing(self._run(checked)) as updates:
+        with (
+            _progress_bar(len(prompts), use_tqdm) as bar,
+            contextlib.closing(self._run(checked, priorities)) as updates,
+        ):
             for index, update in updates:
                 collectors[index].add(update)
                 bar(update)
@@ -166,13 +177,15 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _run(self, checked: Sequence[Checked]) -> Generator[tuple[int, RequestUpdate], None, None]:
+    def _run(
+        self, checked: Sequence[Checked], priorities: Sequence[int]
+    ) -> Generator[tuple[int, RequestUpdate], None, None]:
         """Updates with the index of their request. Other runs may go on at the same time: each steps for all."""
         ready: list[RequestState] = []
         requests: dict[int, tuple[int, RequestState]] = {}
         try:
-            for index, request in enumerate(checked):
-                state = self._add(request, ready)
+            for index, (request, priority) in enumerate(zip(checked, priorities, strict=True)):
+                state = self._add(request, priority, ready)
                 requests[state.handle] = (index, state)
             while requests:
                 if not ready:
@@ -184,6 +197,8 @@ class LLM:
                         continue
                     if state.error is not None:
                         raise state.error
+                    if update.error is not None:
+                        raise RuntimeError(update.error)
                     index = requests[state.handle][0]
                     if update.finished:
                         del requests[state.handle]
@@ -191,7 +206,7 @@ class LLM:
         finally:
             self._abort([state for _, state in requests.values()])
 
-    def _add(self, checked: Checked, ready: list[RequestState]) -> RequestState:
+    def _add(self, checked: Checked, priority: int, ready: list[RequestState]) -> RequestState:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         now = time.monotonic()
@@ -205,6 +220,7 @@ class LLM:
                     params=checked.params,
                     stop_ids=checked.stop_ids,
                     bad_words_ids=checked.bad_words_ids,
+                    priority=priority,
                     arrival=now,
                 )
             )
@@ -263,14 +279,13 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _params_list(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ParameterError(
-            "sampling_params", f"got {len(params)} of them for {count} prompts, must be one or as many"
-        )
-    return list(params)
+def _list_of(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    """One value for all, or a sequence with one each."""
+    if isinstance(value, kind):
+        return [value] * count
+    if len(value) != count:
+        raise ParameterError(name, f"got {len(value)} of them for {count} prompts, must be one or as many")
+    return list(value)
 
 
 @contextlib.contextmanager

@@ -92,8 +92,8 @@ class RequestState:
             if self.open_choices == 0:
                 self.finished = update.finished = True
 
-    def fail(self, error: Exception, message: str | None) -> None:
-        """Ends the request: an update with ``message`` (if any), then ``error`` is raised to the reader."""
+    def fail(self, message: str | None, error: Exception | None) -> None:
+        """Ends the request: an update with ``message``, if any; then ``error``, if any, is raised to the reader."""
         if message is not None:
             update = self.update()
             update.error, update.finished = message, True
@@ -181,7 +181,7 @@ class OutputProcessor:
         requests = {choice.request.handle: choice.request for choice in self._choices.values()}
         self._choices.clear()
         for request in requests.values():
-            request.fail(EngineDeadError(message), message)
+            request.fail(message, EngineDeadError(message))
         return list(requests.values())
 
     def _receive(self, record: StepRecord, finished: dict[int, Finished]) -> list[Choice]:
@@ -255,9 +255,9 @@ def _columns(columns: LogprobColumns | PromptLogprobColumns, ids: Sequence[int],
 def _fail(request: RequestState, end: Finished) -> None:
     message = end.message or "the engine ended the request with an error"
     if end.queue_full:
-        request.fail(QueueFullError(message), None)
+        request.fail(None, QueueFullError(message))
     else:
-        request.fail(RuntimeError(message), message)
+        request.fail(message, None)
 
 
 def _reason(reason: str | None) -> FinishReason | None:

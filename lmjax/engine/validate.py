@@ -41,6 +41,12 @@ def check_request(prompt: Sequence[int], params: SamplingParams, info: EngineInf
     return Checked(ids, resolved, tuple(dict.fromkeys(stop_ids)), bad_words)
 
 
+def check_priority(priority: int, policy: str) -> None:
+    """A priority that would change nothing is refused."""
+    if priority and policy != "priority":
+        raise ParameterError("priority", f"got {priority}, but only --scheduling-policy priority looks at it")
+
+
 def _check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
     if len(prompt) == 0:
         raise ParameterError("prompt", "is empty, must have at least one token")

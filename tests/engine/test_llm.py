@@ -67,6 +67,15 @@ def test_a_bad_request_stops_all_before_anything_runs(llm):
     assert llm.generate([], GREEDY) == []
 
 
+def test_priority_orders_the_queue():
+    with fake(max_num_seqs=1, scheduling_policy="priority") as llm:
+        outputs = llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False, priority=[5, -1, 2])
+        times = [output.metrics.scheduled for output in outputs]
+        assert times[1] < times[2] < times[0]
+    with fake() as llm, pytest.raises(ParameterError, match="priority: got 3, but only --scheduling-policy"):
+        llm.generate("a", GREEDY, priority=3)
+
+
 def test_the_progress_bar_counts_requests(llm, capsys):
     llm.generate(["a", "b", "c"], GREEDY)
     assert "3/3" in capsys.readouterr().err

@@ -193,7 +193,7 @@ def test_an_error_ends_all_choices(outputs):
     _, aborts = outputs.process(record((b, ABC), finished=[Finished(a, "error", message="cannot fit")]))
     update = request.take()
     assert aborts == [b] and update.finished and update.error == "cannot fit"
-    assert isinstance(request.error, RuntimeError) and len(outputs) == 0
+    assert request.error is None and request.finished and len(outputs) == 0
 
 
 def test_queue_full_is_raised_without_an_update(outputs):
@@ -222,7 +222,7 @@ def test_handles_are_never_used_twice(outputs):
 
 
 def test_a_token_costs_microseconds(outputs):
-    """About 10 us on one core; ten times that would be a loop over something that grows."""
+    """About 3 us on one core; ten times that would be a loop over something that grows."""
     requests = [opened(outputs, max_tokens=10_000, stop=["zzz"]) for _ in range(256)]
     step = record(*((r.handle, ABC) for r in requests))
     best = float("inf")
@@ -231,4 +231,4 @@ def test_a_token_costs_microseconds(outputs):
         for request in outputs.process(step)[0]:
             request.take()
         best = min(best, time.perf_counter() - begin)
-    assert best / 256 < 60e-6
+    assert best / 256 < 30e-6
