@@ -9,6 +9,7 @@ fill a block. The executor is a fake that takes no time; its own work is not cou
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import sys
@@ -90,6 +91,8 @@ class Load:
             self.packer.load_slot(load)
         self.scheduler.update(plan, self.executor.collect(self.executor.submit(plan)))
         self.add([self.arrival() for _ in range(self.waiting)])
+        gc.collect()
+        gc.freeze()  # as the engine's process does once it is ready
 
 
 def step_times(load: Load, steps: int) -> dict[str, np.ndarray]:
@@ -129,6 +132,7 @@ def step_times(load: Load, steps: int) -> dict[str, np.ndarray]:
 def step_cost(running: int, waiting: int = 0, context: int = 256, repeats: int = 5, steps: int = 150) -> dict[str, Any]:
     """Milliseconds of a step: medians over the steps, of the repeat with the lowest total."""
     best: dict[str, Any] | None = None
+    least_hash = math.inf
     for _ in range(repeats):
         load = Load(running, waiting, context)
         load.fill()
@@ -139,9 +143,11 @@ def step_cost(running: int, waiting: int = 0, context: int = 256, repeats: int =
         found = {name: round(1e3 * float(np.median(values)), 4) for name, values in times.items()}
         found["total"] = round(1e3 * float(np.median(total)), 4)
         found["hash_and_look_up"] = round(1e3 * (load.scheduler.stats().hash_seconds - hashed) / len(total), 4)
+        least_hash = min(least_hash, found["hash_and_look_up"])
         if best is None or found["total"] < best["total"]:
             best = found
     assert best is not None
+    best["hash_and_look_up"] = least_hash  # a mean, which other processes disturb
     return {"running": running, "waiting": waiting, "context": context, **best}
 
 
@@ -169,7 +175,9 @@ def loop_overhead(running: int = 256, step_seconds: float = 0.005, steps: int = 
             return [Shutdown()]
         return [load.decoder.decode(load.arrival()) for _ in range(ENDS)]
 
+    began = len(published)
     ours = _per_step(lambda: engine.run(receive), steps)
+    assert len(published) - began >= steps - 1
     bare_executor = FakeExecutor(load.info, cheap=True, step_seconds=step_seconds)
 
     def bare() -> None:
@@ -203,9 +211,9 @@ def main() -> None:
     def cost(**axes: int) -> dict[str, Any]:
         found = step_cost(repeats=args.repeats, **axes)
         show(
-            "running {running:5d}  waiting {waiting:6d}  context {context:6d}:  {total:.3f} ms = arrivals {arrivals:.3f}"
-            " + schedule {schedule:.3f} + pack {pack:.3f} + update {update:.3f}   (hash and look-up"
-            " {hash_and_look_up:.3f}; encode {encode:.3f}, bare {bare:.3f})".format(**found)
+            "running {running:5d}  waiting {waiting:6d}  context {context:6d}:  {total:.3f} ms ="
+            " arrivals {arrivals:.3f} + schedule {schedule:.3f} + pack {pack:.3f} + update {update:.3f}"
+            "   (hash and look-up {hash_and_look_up:.3f}; encode {encode:.3f}, bare {bare:.3f})".format(**found)
         )
         return found
 

@@ -91,8 +91,33 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, [])
-        self._check_numbers()
+        if not self._plain_numbers():
+            self._check_numbers()
         self._check_lists()
+
+    def _plain_numbers(self) -> bool:
+        """Whether all numbers are plainly fine. A short cut: the engine builds this anew for each request it reads."""
+        most, seed, asked = self.max_tokens, self.seed, (self.logprobs, self.prompt_logprobs)
+        return (
+            type(self.n) is type(self.top_k) is type(self.min_tokens) is int
+            and 1 <= self.n <= MAX_N
+            and self.top_k >= -1
+            and self.min_tokens >= 0
+            and type(self.temperature) is type(self.top_p) is type(self.min_p) is type(self.repetition_penalty) is float
+            and type(self.presence_penalty) is type(self.frequency_penalty) is float
+            and 0.0 <= self.temperature <= 1e6
+            and 0.0 < self.top_p <= 1.0
+            and 0.0 <= self.min_p <= 1.0
+            and 0.0 < self.repetition_penalty <= 1e6
+            and -2.0 <= self.presence_penalty <= 2.0
+            and -2.0 <= self.frequency_penalty <= 2.0
+            and (most is None or (type(most) is int and most >= max(1, self.min_tokens)))
+            and (seed is None or (type(seed) is int and SEED_RANGE[0] <= seed <= SEED_RANGE[1]))
+            and all(k is None or (type(k) is int and k >= 0) for k in asked)
+            and self.truncate_prompt_tokens is None
+            and type(self.include_stop_str_in_output) is type(self.ignore_eos) is bool
+            and type(self.skip_special_tokens) is type(self.spaces_between_special_tokens) is bool
+        )
 
     def _check_numbers(self) -> None:
         def integer(name: str, low: int, high: float = math.inf, none: bool = False) -> None:

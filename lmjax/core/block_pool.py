@@ -22,12 +22,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.refs = np.zeros(num_blocks, np.int32)
         self.by_digest: dict[bytes, int] = {}
-        self.digests: list[bytes | None] = [None] * num_blocks
+        self.digests: dict[int, bytes] = {}  # the other way round
         self._named = np.zeros(num_blocks, bool)
-        self._named_view = memoryview(self._named)  # type: ignore[arg-type]  # for single blocks: faster
         self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_stack = num_blocks - 1
         self._num_cached_free = 0
+        self._num_extra = 0  # references beyond the first of all blocks
         self._lru: deque[tuple[int, np.ndarray]] = deque()
         self._num_entries = 0
         self._stamps = np.zeros(num_blocks, np.int64)
@@ -59,33 +59,43 @@ class BlockPool:
     def share(self, ids: np.ndarray) -> None:
         """One more reference for each of the distinct ``ids`` (used or cached-free)."""
         refs = self.refs[ids]
-        self._num_cached_free -= len(refs) - int(np.count_nonzero(refs))
+        used = int(np.count_nonzero(refs))
+        self._num_cached_free -= len(refs) - used
+        self._num_extra += used
         self.refs[ids] = refs + 1
 
     def release(self, ids: np.ndarray) -> None:
         """One reference less for each of the distinct ``ids``. Named blocks can be found still; the first of them is
         evicted first."""
-        refs = self.refs[ids] - 1
-        self.refs[ids] = refs
-        gone = ids[refs == 0]
-        named = self._named[gone]
-        cached = gone[named]
-        if len(cached) < len(gone):
-            plain = gone[~named]
-            self._stack[self._num_stack : self._num_stack + len(plain)] = plain
-            self._num_stack += len(plain)
+        if self._num_extra:
+            refs = self.refs[ids] - 1
+            self.refs[ids] = refs
+            ids = ids[refs == 0]
+            self._num_extra -= len(refs) - len(ids)
+        else:
+            self.refs[ids] = 0
+        named = self._named[ids]
+        cached = ids[named]
+        count = len(ids) - len(cached)
+        if count:
+            self._stack[self._num_stack : self._num_stack + count] = ids[~named]
+            self._num_stack += count
         if len(cached):
             self._append_lru(cached)
 
     def register(self, blocks: list[int], digests: list[bytes]) -> None:
         """Names full blocks (0: none there). If another block has that name already, it keeps it."""
-        by_digest, names = self.by_digest, self.digests
-        named = self._named_view
-        for block, digest in zip(blocks, digests, strict=True):
-            if block and digest not in by_digest:
-                by_digest[digest] = block
-                names[block] = digest
-                named[block] = True
+        by_digest = self.by_digest
+        if 0 in blocks or len(set(digests)) < len(digests) or not by_digest.keys().isdisjoint(digests):
+            for block, digest in zip(blocks, digests, strict=True):
+                if block and digest not in by_digest:
+                    by_digest[digest] = block
+                    self.digests[block] = digest
+                    self._named[block] = True
+        else:
+            by_digest.update(zip(digests, blocks, strict=True))
+            self.digests.update(zip(blocks, digests, strict=True))
+            self._named[blocks] = True
 
     def num_cached_free_of(self, ids: np.ndarray) -> int:
         return len(ids) - int(np.count_nonzero(self.refs[ids]))
@@ -121,8 +131,7 @@ class BlockPool:
         ids = found[0] if len(found) == 1 else np.concatenate(found)
         digests, by_digest = self.digests, self.by_digest
         for block in ids.tolist():
-            del by_digest[digests[block]]  # type: ignore[arg-type]
-            digests[block] = None
+            del by_digest[digests.pop(block)]
         self._named[ids] = False
         self._stamps[ids] = 0
         self._num_cached_free -= n
@@ -136,10 +145,10 @@ class BlockPool:
         lru = np.concatenate(live) if live else np.zeros(0, np.int32)
         unused = np.flatnonzero(self.refs[1:] == 0) + 1
         assert (self.refs >= 0).all() and self.refs[0] == 0, "reference counts"
+        assert self._num_extra == int(np.maximum(self.refs - 1, 0).sum()), "number of shared references"
         assert len(lru) == self._num_cached_free, "number of cached-free blocks"
         listed = np.sort(np.concatenate((stack, lru)))
         assert np.array_equal(listed, unused), "free and cached-free blocks are not the unused ones"
         assert not self._named[stack].any() and self._named[lru].all(), "a free block is named"
         assert np.array_equal(np.flatnonzero(self._named), sorted(self.by_digest.values())), "names of blocks"
-        for digest, block in self.by_digest.items():
-            assert self.digests[block] == digest, "digest of a named block"
+        assert {block: digest for digest, block in self.by_digest.items()} == self.digests, "digests of blocks"

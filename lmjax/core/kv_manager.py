@@ -91,6 +91,8 @@ class KVManager:
     def lookup(self, digests: list[bytes]) -> PrefixHit:
         """The longest prefix of ``digests`` that is there: whole in full groups, the last window in window groups."""
         n = len(digests)
+        if n and self.full_groups and digests[0] not in self.pools[self.full_groups[0]].by_digest:
+            return NO_HIT
         for g in self.full_groups:
             by_digest = self.pools[g].by_digest
             n = next((i for i in range(n) if digests[i] not in by_digest), n)
@@ -136,6 +138,8 @@ class KVManager:
     def open(self, slot: int, hit: PrefixHit) -> None:
         """Starts a slot's table with the blocks of a prefix hit."""
         n = hit.num_blocks
+        if not n:
+            return
         for g, ids in enumerate(hit.blocks):
             pool, blocks = self.pools[g], np.array(ids, np.int32)
             first = n - int(np.count_nonzero(blocks))
@@ -159,10 +163,8 @@ class KVManager:
         for g, pool in enumerate(self.pools):
             ids = pool.allocate(len(slots))
             self.tables[g, slots, cols] = ids
-            patch = np.empty((len(ids), 4), np.int32)
-            patch[:, 0] = g
+            patch = self._patch_rows[g].take(cols, axis=0)
             patch[:, 1] = slots
-            patch[:, 2] = cols
             patch[:, 3] = ids
             self._patches.append(patch)
         self.num_cols[slots] = cols + 1
@@ -211,12 +213,14 @@ class KVManager:
         """Gives back all blocks of a slot. The end of the sequence is evicted before its beginning."""
         end = int(self.num_cols[slot])
         for g, pool in enumerate(self.pools):
-            blocks = self.tables[g, slot, self.first_col[g, slot] : end][::-1]
-            if len(blocks):
-                pool.release(blocks)
-                self.tables[g, slot, :end] = 0
+            first = int(self.first_col[g, slot])
+            if end > first:
+                blocks = self.tables[g, slot, first:end]
+                pool.release(blocks[::-1])
+                blocks[:] = 0
         self._set_cols(slot, 0)
-        self.first_col[:, slot] = 0
+        if self.window_groups:
+            self.first_col[:, slot] = 0
 
     # patches
 

@@ -74,10 +74,10 @@ def reduce_logprobs(result: StepResult, emitted: np.ndarray, asked: np.ndarray) 
     if result.logprobs is None or not len(emitted):
         return None
     assert result.ranks is not None and result.top_ids is not None and result.top_logprobs is not None
-    k = int(asked.max())
-    if k < 0:
+    rows = (asked >= 0).nonzero()[0]
+    if not len(rows):
         return None
-    rows = np.flatnonzero(asked >= 0)
+    k = int(asked.max())
     source: np.ndarray | slice = emitted[rows]
     if emitted[rows[-1]] == len(rows) - 1:
         source = slice(len(rows))  # the result's first rows (emitted is ascending): no need to copy

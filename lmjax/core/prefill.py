@@ -160,7 +160,9 @@ class PrefillPlanner:
     def _trim(self, last: PrefillRow, num_decode: int) -> None:
         """Cuts the last chunk so that the step fills a smaller token bucket, if more would be padded than postponed."""
         buckets = self.state.info.token_buckets
-        total = num_decode + sum(row.length for row in self.rows)
+        total = num_decode
+        for row in self.rows:
+            total += row.length
         above = bisect_left(buckets, total)
         below = bisect_right(buckets, total) - 1
         if below < 0 or above >= len(buckets):

@@ -61,7 +61,7 @@ class Request:
     epoch: int = 0
     pending: int = 0  # tokens drawn for it on the device and not yet read; kept only while it has no slot
     ticket: int = -1  # of its live entry in the waiting queue
-    digests: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as computed
+    digests: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as needed
     group: ForkGroup | None = None
     started: bool = False
     num_targets: int = -1  # prompt log-probabilities asked of the device so far (-1: it wants none)

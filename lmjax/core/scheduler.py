@@ -47,6 +47,8 @@ class Scheduler:
         self.budget = min(config.max_num_batched_tokens, info.token_buckets[-1])
         self.state = EngineState(config, info)
         self.prefill = PrefillPlanner(self.state, self.budget)
+        self._ones = np.ones(info.max_num_seqs, np.int32)  # never changed
+        self._all = np.ones(info.max_num_seqs, bool)
         self._next_sequence = 0
         self._next_step = 0
         self._iteration_tokens: list[int] = []
@@ -199,12 +201,12 @@ class Scheduler:
             # their last token is on its way: never plan past a length that is known beforehand
             state.decode = state.decode[table.planned[state.decode] < table.limit[state.decode]]
         if rows:
-            slots = np.concatenate((decode, np.array([row.request.slot for row in rows], np.intp)))
-            starts = np.concatenate((starts, np.array([row.start for row in rows], np.int32)))
-            lengths = np.ones(len(slots), np.int32)
-            lengths[count:] = [row.length for row in rows]
-            samples = np.ones(len(slots), bool)
-            samples[count:] = [row.samples for row in rows]
+            more = np.array([(row.request.slot, row.start, row.length, row.samples) for row in rows], np.int32).T
+            slots = np.concatenate((decode, more[0]))
+            starts = np.concatenate((starts, more[1]))
+            lengths = np.concatenate((self._ones[:count], more[2]))
+            samples = lengths > 0
+            samples[count:] = more[3]
             chunks = [table.tokens[row.request.slot, row.start : row.start + row.length] for row in rows]
             token_ids = np.concatenate(chunks)
             target_ids = _target_ids(rows, len(token_ids))
@@ -212,7 +214,7 @@ class Scheduler:
                 state.decode = np.concatenate((state.decode, np.array(self.prefill.new_decodes, np.intp)))
         else:
             slots, token_ids, target_ids = decode, _NO_TOKENS, None
-            lengths, samples = np.ones(count, np.int32), np.ones(count, bool)
+            lengths, samples = self._ones[:count], self._all[:count]
         plan = StepPlan(
             step_id=self._next_step,
             num_decode=count,

@@ -30,6 +30,7 @@ class SlotTable:
         self.computed = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)
         self.next_named = np.zeros(num_slots, np.int32)  # tokens at which the next full block gets its name
+        self.parents: list[bytes] = [b""] * num_slots  # digest of the last named block
         self.stop_ids = np.full((MAX_STOP_IDS, num_slots), -1, np.int32)
         self.many_stops = np.zeros(num_slots, bool)
         self.logprobs = np.full(num_slots, -1, np.int32)  # number of top entries asked for; -1: none at all

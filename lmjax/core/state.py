@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from hashlib import blake2b
 
 import numpy as np
 
 from lmjax.config import SchedulerConfig
-from lmjax.core.block_hash import block_digest, extend_digests
+from lmjax.core.block_hash import DIGEST_BYTES, extend_digests
 from lmjax.core.kv_manager import NO_HIT, KVManager, PrefixHit
 from lmjax.core.output import FinishedEvent, StartedEvent
 from lmjax.core.plan import ExecutorInfo, SlotLoad
@@ -54,8 +55,12 @@ class EngineState:
         self.queue.remove(request)
         request.state = State.RUNNING
         slot = self.table.take(request, computed)
-        named = computed // self.info.block_size
-        self.table.next_named[slot] = (named + 1) * self.info.block_size if self.caching else NEVER
+        if self.caching:
+            named = computed // self.info.block_size
+            self.table.next_named[slot] = (named + 1) * self.info.block_size
+            self.table.parents[slot] = request.digests[named - 1] if named else request.root
+        else:
+            self.table.next_named[slot] = NEVER
         self.slot_loads.append(
             SlotLoad(
                 slot,
@@ -107,8 +112,10 @@ class EngineState:
         block_size = self.info.block_size
         first = int(self.table.next_named[slot]) // block_size - 1
         end = num_tokens // block_size
-        extend_digests(request.digests, request.root, self.table.tokens[slot, :num_tokens], block_size)
+        if len(request.digests) < end:
+            extend_digests(request.digests, request.root, self.table.tokens[slot, :num_tokens], block_size)
         self.kv.register(slot, request.digests, first, end)
+        self.table.parents[slot] = request.digests[end - 1]
         self.table.next_named[slot] = (end + 1) * block_size
 
     def name_newest_blocks(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
@@ -121,14 +128,13 @@ class EngineState:
                 self.name_blocks(slot, length)
         else:
             data = table.token_blocks[slots, cols].tobytes()
-            names, width = [], 4 * size
-            for i, (slot, col) in enumerate(zip(slots.tolist(), cols.tolist(), strict=True)):
-                request = table.requests[slot]
-                digests = request.digests  # type: ignore[union-attr]
-                if len(digests) == col:
-                    parent = digests[-1] if col else request.root  # type: ignore[union-attr]
-                    digests.append(block_digest(parent, data[width * i : width * (i + 1)]))
-                names.append(digests[col])
+            names, width, at = [], 4 * size, 0
+            parents = table.parents
+            for slot in slots.tolist():
+                digest = blake2b(parents[slot] + data[at : at + width], digest_size=DIGEST_BYTES).digest()
+                parents[slot] = digest
+                names.append(digest)
+                at += width
             self.kv.register_each(slots, cols, names)
             table.next_named[slots] += size
         self.stats.hash_seconds += time.perf_counter() - began
