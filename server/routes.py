@@ -36,15 +36,14 @@ def make_app(client: EngineClient | None, settings: ServerSettings) -> web.Appli
     app = web.Application(
         middlewares=[observe, make_guard(settings)],
         client_max_size=settings.max_body_bytes,
-        handler_args={"auto_decompress": False},  # compressed bodies are refused (read_body),
+        handler_args={"auto_decompress": False},  # compressed bodies are refused (read_body)
     )
     app[STATE] = ServerState(settings=settings, metrics=ServerMetrics(settings.metrics_prefix))
     for prefix in dict.fromkeys(("", settings.root_path)):
         for method, path, handler in ROUTES:
-            # GET takes HEAD, too: some load balancers probe with it
-            app.router.add_get(prefix + path, handler) if method == "GET" else app.router.add_post(
-                prefix + path, handler
-            )
+            # add_get takes HEAD, too: some load balancers probe with it
+            add = app.router.add_get if method == "GET" else app.router.add_post
+            add(prefix + path, handler)
     app.on_response_prepare.append(make_headers(settings))
     if client is not None:
         attach(app, client)

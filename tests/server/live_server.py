@@ -110,7 +110,7 @@ class LiveServer:
             *(part for flag in flags.items() for part in flag if part != "on"),
         ]
 
-    def wait_ready(self, seconds: float = 240.0) -> None:
+    def wait_ready(self, seconds: float = 800.0) -> None:
         deadline = time.monotonic() + seconds
         while True:
             try:

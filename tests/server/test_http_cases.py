@@ -11,6 +11,9 @@ import pytest
 from tests.server.http_checks import CHECKS, Run, apply, send_case
 from tests.server.live_server import Servers
 
+# a start compiles some thirty programs, the first time and on a busy machine that takes minutes
+pytestmark = pytest.mark.timeout(900)
+
 CASES = [json.loads(line) for line in (Path(__file__).parent / "http_cases.jsonl").read_text().splitlines()]
 # the set-up in words -> flags of the command line
 FLAGS: dict[str, tuple[str, ...]] = {

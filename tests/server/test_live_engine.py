@@ -17,6 +17,7 @@ from tests.server.helpers import events, joined
 from tests.server.http_checks import at_once
 from tests.server.live_server import LiveServer, Reply, Servers
 
+pytestmark = pytest.mark.timeout(900)
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
@@ -126,17 +127,18 @@ def test_cut_streams_stop_at_once_and_free_their_blocks(server: LiveServer) -> N
     streams = [RawStream(server, prompt=f"c{i}", max_tokens=800) for i in range(4)]
     for stream in streams:
         stream.wait_first()
-    before = fresh(server)
+    before, start = fresh(server), time.monotonic()
     assert before["num_requests_running"] == 4
     for stream in streams[:2]:
         stream.close()
     time.sleep(0.3)
-    after = fresh(server)
-    # of the steps between the snapshots, those in which the two still took part
+    after, seconds = fresh(server), time.monotonic() - start
+    # of the steps between the snapshots, those in which the two still took part: at most two from the abort on, and
+    # those that passed while the snapshot came here and the abort went there
     steps = after["steps_total"] - before["steps_total"]
     extra = (after["generation_tokens_total"] - before["generation_tokens_total"] - 2 * steps) / 2
-    # at most two from the cut on; the others passed while the first snapshot was on its way here
-    assert steps > 20 and extra <= 8
+    allowed = 2 + 0.1 * steps / seconds
+    assert extra <= allowed < steps
     assert after["num_requests_running"] == 2
     length = after["generation_tokens_total"] / 2  # an upper bound of what the two hold
     assert after["kv_cache_usage_perc"] * 256 <= 2 * (length / 16 + 2)
