@@ -167,7 +167,7 @@ def _attention(
         scale=a.scale,
         window=a.window,
     )
-    # The next layer's write has to wait for this read. Without it XLA:CPU cannot update the one-array pool in place
-    # and copies all of it several times a step.
+    # The next layer's write has to wait for this read: else XLA:CPU cannot update the one-array pool in place and
+    # copies all of it several times a step. The residual makes it wait; the barrier states it.
     o, pool = lax.optimization_barrier((o, pool))
     return linear(p.o, o.reshape(tokens, a.heads * a.head_dim).T), pool
