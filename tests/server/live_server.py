@@ -107,7 +107,7 @@ class LiveServer:
         return [
             *(sys.executable, "-m", "lmjax.cli", "serve", "--model", str(model_dir(self.fixture))),
             *("--served-model-name", self.fixture, "--host", "127.0.0.1", "--port", str(self.port)),
-            *(part for flag in flags.items() for part in flag if part != "on"),
+            *(part for flag in flags.items() for part in flag),
         ]
 
     def wait_ready(self, seconds: float = 800.0) -> None:

@@ -19,14 +19,14 @@ CASES = [json.loads(line) for line in (Path(__file__).parent / "http_cases.jsonl
 FLAGS: dict[str, tuple[str, ...]] = {
     "": (),
     "prefill chunk 16": ("--long-prefill-token-threshold", "16"),
-    "prefix caching on, block 16": ("--enable-prefix-caching", "on", "--block-size", "16"),
+    "prefix caching on, block 16": (),  # the defaults
     "API key sk-test set": ("--api-key", "sk-test"),
     "KV pool 8 blocks of 16": ("--num-gpu-blocks-override", "8", "--block-size", "16"),
 }
 
 
-def setup_of(case: dict[str, Any]) -> tuple[str, str]:
-    return case.get("fixture", "ALPHA"), case.get("flags", "")
+def setup_of(case: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    return case.get("fixture", "ALPHA"), FLAGS[case.get("flags", "")]
 
 
 CASES.sort(key=setup_of)  # stable: one server after the other
@@ -35,7 +35,7 @@ CASES.sort(key=setup_of)  # stable: one server after the other
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
 def test_case(case: dict[str, Any], servers: Servers) -> None:
     fixture, flags = setup_of(case)
-    server = servers.get(fixture, FLAGS[flags])
+    server = servers.get(fixture, flags)
     assert server.known_text
     if "sk-test" in flags and "headers" not in case:
         case = case | {"headers": {}}  # these cases bring no key

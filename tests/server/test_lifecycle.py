@@ -267,6 +267,14 @@ def test_tls(start: Callable[..., Process], tmp_path: Path) -> None:
     until(ready, 20)
 
 
+def test_the_server_loads_no_engine() -> None:
+    """The layers below the protocol (and jax) stay out of the front end."""
+    code = "import sys, server.app; print([m for m in sys.modules if m.split('.')[0] in ('jax', 'torch', 'flax')"
+    code += " or m.startswith(('lmjax.core', 'lmjax.runtime', 'lmjax.engine', 'lmjax.models'))])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [

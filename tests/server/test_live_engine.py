@@ -186,7 +186,7 @@ def test_slow_readers(server: LiveServer) -> None:
 
 
 def test_the_engines_death_is_told(servers: Servers) -> None:
-    server = servers.get("RAND", ("--shutdown-timeout", "1"))
+    server = servers.get("RAND", ())
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     engine = [int(pid) for pid in children if b"lmjax.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     stream = RawStream(server, prompt="d", max_tokens=800)
