@@ -8,6 +8,7 @@ full blocks, prefill chunks).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -23,8 +24,10 @@ from lmjax.core.request import ForkGroup, NewRequest, Request, State
 from lmjax.core.results import read_result
 from lmjax.core.state import EngineState
 from lmjax.core.stats import SchedulerStats
+from lmjax.types import SamplingParams
 
 _U64 = 2**64 - 1
+_MOST_ITERATIONS = 4096  # kept for a snapshot that nobody takes
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
@@ -51,7 +54,7 @@ class Scheduler:
         self._all = np.ones(info.max_num_seqs, bool)
         self._next_sequence = 0
         self._next_step = 0
-        self._iteration_tokens: list[int] = []
+        self._iteration_tokens: deque[int] = deque(maxlen=_MOST_ITERATIONS)
 
     # requests
 
@@ -264,9 +267,10 @@ class Scheduler:
     # insight
 
     def stats(self) -> SchedulerStats:
-        """A snapshot. ``iteration_tokens`` starts anew with each."""
+        """A snapshot. ``iteration_tokens`` starts anew with each (of the last 4,096 steps at most)."""
         state = self.state
-        tokens, self._iteration_tokens = self._iteration_tokens, []
+        tokens = list(self._iteration_tokens)
+        self._iteration_tokens.clear()
         return replace(
             state.stats,
             num_running=state.num_running,
@@ -280,7 +284,7 @@ class Scheduler:
         self.state.check_integrity()
 
 
-def _without_prompt_logprobs(params):
+def _without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
     return params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
 
 
