@@ -62,16 +62,22 @@ def _cpu_id() -> str:
 
 
 def make_private_dir(path: Path) -> None:
-    """Makes ``path`` with mode 0700; what lies in it is executed, so a directory of somebody else is refused."""
+    """Makes ``path`` with mode 0700: what lies in it is executed.
+
+    A directory that is there already keeps its mode; one that anybody may write to is refused, and one that others
+    may write to (a volume of another user, say) is warned about.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         info = path.stat()
-        if hasattr(os, "getuid") and info.st_uid != os.getuid():
-            raise ConfigError(f"--compilation-cache-dir: {path} belongs to another user; its content would be executed")
-        if stat.S_IMODE(info.st_mode) != 0o700:
-            path.chmod(0o700)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError("not writable")
     except OSError as error:
         raise ConfigError(f"--compilation-cache-dir: cannot use {path}: {error}") from error
+    if info.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"--compilation-cache-dir: anybody may write to {path}, and its content would be executed")
+    if info.st_mode & stat.S_IWGRP or (hasattr(os, "getuid") and info.st_uid not in (os.getuid(), 0)):
+        log.warning("others may write to the compile cache %s, and its content is executed", path)
 
 
 def nvidia_card_present() -> bool:

@@ -81,15 +81,18 @@ def test_require_warm_raises():
         function(np.ones(3, np.float32))
 
 
-def test_cache_directory_is_private(tmp_path, monkeypatch):
+def test_cache_directory_is_private(tmp_path, caplog):
     path = tmp_path / "a" / "b"
     platform.make_private_dir(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    path.chmod(0o755)
     platform.make_private_dir(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    monkeypatch.setattr(platform.os, "getuid", lambda: 12345)
-    with pytest.raises(ConfigError, match="another user"):
+    assert not caplog.records
+    path.chmod(0o770)
+    platform.make_private_dir(path)
+    assert "others may write" in caplog.text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o770, "a directory that was there keeps its mode"
+    path.chmod(0o777)
+    with pytest.raises(ConfigError, match="anybody may write"):
         platform.make_private_dir(path)
 
 

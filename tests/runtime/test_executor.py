@@ -246,7 +246,7 @@ def test_window_groups_give_the_same_answers():
     """Two KV groups with a table each, the window group's blocks given back behind the window."""
     config = tiny_config(
         max_num_seqs=2,
-        max_num_batched_tokens=8,
+        max_num_batched_tokens=4,
         hf_overrides={
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
@@ -259,7 +259,7 @@ def test_window_groups_give_the_same_answers():
     executor = build_executor(config)
     assert [spec.window for spec in executor.info.kv_specs] == [None, 6]
     requests = random_requests(12, seed=4, longest=20)
-    settings = SchedulerConfig(max_num_batched_tokens=8)
+    settings = SchedulerConfig(max_num_batched_tokens=4)
     together, _ = run_requests(requests, settings, executor.info, Limited(executor))
     for request in requests:
         alone, _ = run_requests([request], settings, executor.info, Limited(executor), overlap=False)
