@@ -12,7 +12,7 @@ def kv_write(
     k: jax.Array,  # [T, K, H]
     v: jax.Array,  # [T, K, H]
     *,
-    layer: int,  # index within the group
+    layer: int | jax.Array,  # index within the group (an int32 scalar where all layers share one kernel)
     block_ids: jax.Array,  # int32 [T]; padding tokens: 0, the null block
     offsets: jax.Array,  # int32 [T]  position within the block
 ) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def kv_write_xla(
-    pool: jax.Array, k: jax.Array, v: jax.Array, *, layer: int, block_ids: jax.Array, offsets: jax.Array
+    pool: jax.Array, k: jax.Array, v: jax.Array, *, layer: int | jax.Array, block_ids: jax.Array, offsets: jax.Array
 ) -> jax.Array:
     """Same arguments as ``pallas_kernels.kv_write.kv_write``."""
     kv = jnp.stack([k, v], axis=1).astype(pool.dtype)  # [T, 2, K, H]

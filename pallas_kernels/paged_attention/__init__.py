@@ -11,7 +11,7 @@ def paged_attention(
     q: jax.Array,  # [T, N, H]  rotary embedding already applied
     pool: jax.Array,  # [L, 2, blocks, K, B, H]  the step's own keys and values already written
     *,
-    layer: int,  # index within the group
+    layer: int | jax.Array,  # index within the group (an int32 scalar where all layers share one kernel)
     block_tables: jax.Array,  # int32 [S, P]
     token_rows: jax.Array,  # int32 [T]
     positions: jax.Array,  # int32 [T]

@@ -47,7 +47,7 @@ def _result(state: _Softmax) -> jax.Array:
     return state.acc / jnp.maximum(state.total, jnp.float32(1e-30))[..., None]
 
 
-def _gather(pool: jax.Array, layer: int, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather(pool: jax.Array, layer: int | jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """blocks int32 [X, C] -> keys and values, float32 [X, K, C * B, H]."""
     rows, count = blocks.shape
 
@@ -73,7 +73,7 @@ def _chunks(first: jax.Array, last: jax.Array, size: int, window: int | None) ->
 
 
 def _decode(
-    q: jax.Array, pool: jax.Array, layer: int, tables: jax.Array, positions: jax.Array, window: int | None
+    q: jax.Array, pool: jax.Array, layer: int | jax.Array, tables: jax.Array, positions: jax.Array, window: int | None
 ) -> jax.Array:
     """q [X, K, G, H] scaled; tables int32 [X, P]; positions int32 [X], -1: nothing to do. Returns [X, K, G, H]."""
     rows, block = q.shape[0], pool.shape[4]
@@ -94,7 +94,7 @@ def _prefill(
     q: jax.Array,  # [T, K, G, H] scaled
     out: jax.Array,  # [T, K, G, H]  written where a tile has tokens
     pool: jax.Array,
-    layer: int,
+    layer: int | jax.Array,
     tables: jax.Array,  # int32 [S, P]
     query_starts: jax.Array,
     query_lens: jax.Array,  # 0 for rows that are no prefill rows
@@ -138,7 +138,7 @@ def paged_attention_xla(
     q: jax.Array,
     pool: jax.Array,
     *,
-    layer: int,
+    layer: int | jax.Array,
     block_tables: jax.Array,
     token_rows: jax.Array,
     positions: jax.Array,
