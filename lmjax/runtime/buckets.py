@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from lmjax.core.plan import StepPlan
 
-SMALL_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # here a step costs what its widest row count costs: double each time
+SMALL_TOKENS = (1, 4, 8, 16, 32, 64)  # a step costs what its width costs; below 4 that is reading the weights
 MIXED_TOKENS = (128, 512, 2048, 8192)  # prefill fills a step to the edge of its bucket, so these may be far apart
 GREEDY, RANDOM, FILTERED, FULL = range(4)  # feature levels of lmjax.sampling
-# With log-probabilities the levels in between are left to the full one, which draws the same tokens: fewer programs,
-# and next to the log-probabilities its filters cost little.
-LEVELS = {False: (GREEDY, RANDOM, FILTERED, FULL), True: (GREEDY, FULL)}
+# (level, log-probabilities) of the sample programs. What is not here runs on the last one, which draws the same tokens:
+# its filters and penalties are skipped where no row asks for them, and every further program costs seconds at start.
+SAMPLERS = ((GREEDY, False), (GREEDY, True), (FULL, True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class SampleKey:
 class Buckets:
     """All program keys for the given limits.
 
-    Token buckets are 1, 2, 4 ... 64 and then 128, 512, 2048, 8192, each below ``max_num_batched_tokens``, which is
+    Token buckets are 1, 4, 8 ... 64 and then 128, 512, 2048, 8192, each below ``max_num_batched_tokens``, which is
     the last one. Where ``max_num_seqs`` is above 64, powers of two go on up to it, so that a step of decode rows
     alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``.
     """
@@ -58,10 +58,7 @@ class Buckets:
         self.prompt_logprobs = ForwardKey(last.num_tokens, last.num_rows, prompt_logprobs=True)
         self.row_buckets = tuple(sorted({key.num_rows for key in self.forward}))
         self.sample = tuple(
-            SampleKey(rows, level, logprobs)
-            for rows in self.row_buckets
-            for logprobs, levels in LEVELS.items()
-            for level in levels
+            SampleKey(rows, level, logprobs) for rows in self.row_buckets for level, logprobs in SAMPLERS
         )
 
     def choose(self, plan: StepPlan) -> ForwardKey:
@@ -82,4 +79,4 @@ class Buckets:
     @staticmethod
     def sample_key(num_rows: int, level: int, logprobs: bool) -> SampleKey:
         """The program for rows that need at most ``level``; ``num_rows`` is that of the forward program."""
-        return SampleKey(num_rows, next(n for n in LEVELS[logprobs] if n >= level), logprobs)
+        return SampleKey(num_rows, *next(s for s in SAMPLERS if s[0] >= level and s[1] >= logprobs))

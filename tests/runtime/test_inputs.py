@@ -71,7 +71,7 @@ def test_rows_carry_their_slots_parameters_and_the_highest_level_of_those_that_s
     for item in loads.values():
         inputs.load_slot(item)
     packed = inputs.pack(make_plan(decode=[(2, 4), (0, 5)], prefill=[(1, 0, [1, 2], False)]))
-    assert packed.sample_key == SampleKey(4, 2, False)  # slot 1 wants log-probabilities but does not sample
+    assert packed.sample_key == SampleKey(4, 3, True)
     params = sample_layout(4).split(packed.sample)["params"]
     assert params[0].tolist() == encode_params(loads[2]).tolist()
     assert params[1].tolist() == encode_params(loads[0]).tolist()
