@@ -164,9 +164,7 @@ class Scheduler:
             rows = self.prefill.plan(len(slots))
             if state.vacated:
                 slots = slots[state.table.handles[slots] >= 0]
-        patches = state.kv.take_patches()
-        if state.vacated and len(patches):
-            patches = patches[state.table.handles[patches[:, 1]] >= 0]
+        patches = state.kv.take_patches()  # those of slots given back since are harmless: nobody reads there
         return self._plan(slots, rows, patches) if len(slots) or rows else None
 
     def _decode_slots(self) -> np.ndarray:

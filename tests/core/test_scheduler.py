@@ -1,5 +1,7 @@
 """What the scheduler promises, one thing a test."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -237,6 +239,16 @@ def test_generated_blocks_are_found():
     assert again[1].num_cached == (len(history) - 1) // 16 * 16
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_block_whose_last_token_was_never_computed_is_not_found(overlap):
+    first, _ = run([request(0, prompt(20), max_tokens=44)])
+    history = np.concatenate((prompt(20), np.array(first[0].token_ids, np.int32)))
+    assert len(history) == 64
+    every = [request(0, prompt(20), max_tokens=44), request(1, np.append(history, 7), max_tokens=2)]
+    again, _ = run(every, overlap=overlap, arrivals={1: 60})
+    assert again[1].num_cached == 48
+
+
 def test_another_salt_or_adapter_shares_nothing():
     ids = prompt(40)
     kinds = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"adapter": "a"}, {"cache_salt": "a"}, {}]
@@ -392,6 +404,15 @@ def test_the_token_after_a_stop_is_thrown_away():
     assert not len(late.handles) and not late.finished
     assert scheduler.update(third, answer(third)).handles.tolist() == [1]
     scheduler.check_integrity()
+
+
+def test_a_result_of_an_earlier_epoch_does_not_count():
+    scheduler = Scheduler(config(), fake_info())
+    scheduler.add(request(0, [1, 2]))
+    plan = scheduler.schedule()
+    old = replace(plan, epochs=plan.epochs - 1)
+    assert not len(scheduler.update(old, answer(old)).handles)
+    assert scheduler.update(plan, answer(plan)).token_ids.tolist() == [5]
 
 
 def test_lengths_are_known_when_planning():
