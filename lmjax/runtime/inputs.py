@@ -77,6 +77,7 @@ class PackedStep:
     forward: np.ndarray  # int32 [forward_layout.size]
     sample_key: SampleKey | None  # None: no row samples
     sample: np.ndarray | None  # int32 [sample_layout.size]
+    wants_logprobs: bool  # some row that samples asked; the program may give them all the same
     overflow: list[np.ndarray]  # int32 [PATCH_BATCH, 4] each: patches to apply before the forward
 
 
@@ -130,8 +131,8 @@ class InputPacker:
         overflow = self._pack_patches(plan.patches, parts["patches"])
         if key.prompt_logprobs:
             _pack_targets(plan, parts)
-        sample_key, sample = self._pack_sample(plan, key)
-        return PackedStep(key, buffer, sample_key, sample, overflow)
+        sample_key, sample, wants_logprobs = self._pack_sample(plan, key)
+        return PackedStep(key, buffer, sample_key, sample, wants_logprobs, overflow)
 
     def _pack_rows(self, plan: StepPlan, parts: dict[str, np.ndarray]) -> None:
         rows, decode, tokens = plan.num_rows, plan.num_decode, plan.num_tokens
@@ -180,17 +181,18 @@ class InputPacker:
         _, last = np.unique(place[::-1], return_index=True)
         return patches if len(last) == len(patches) else patches[len(patches) - 1 - last]
 
-    def _pack_sample(self, plan: StepPlan, key: ForwardKey) -> tuple[SampleKey | None, np.ndarray | None]:
+    def _pack_sample(self, plan: StepPlan, key: ForwardKey) -> tuple[SampleKey | None, np.ndarray | None, bool]:
         samples = plan.samples
         if not samples.any():
-            return None, None
+            return None, None, False
         slots = np.where(samples, plan.slots, np.int32(self._dummy))
         buffer, parts = self._sample[key.num_rows].take()
         _fill(parts["slots"], slots, self._dummy)
         _fill(parts["positions"], (plan.starts + plan.lengths) * samples)
         np.take(self._params, parts["slots"], axis=0, out=parts["params"], mode="clip")
         level = int(self._levels[slots].max())
-        return Buckets.sample_key(key.num_rows, level, bool(self._logprobs[slots].any())), buffer
+        wants_logprobs = bool(self._logprobs[slots].any())
+        return Buckets.sample_key(key.num_rows, level, wants_logprobs), buffer, wants_logprobs
 
 
 def _fill(out: np.ndarray, values: np.ndarray, padding: int = 0) -> None:

@@ -124,7 +124,7 @@ class JaxExecutor:
         if in_flight.result is None:
             result = StepResult(np.full(plan.num_rows, -1, np.int32))
         else:
-            result = unpack_result(np.asarray(in_flight.result), plan.samples)
+            result = unpack_result(np.asarray(in_flight.result), plan.samples, in_flight.packed.wants_logprobs)
         if in_flight.prompt_logprobs is not None:
             result.prompt_logprobs = read_prompt_logprobs(plan, np.asarray(in_flight.prompt_logprobs))
         return result

@@ -52,11 +52,14 @@ def make_sample(key: SampleKey, max_logprobs: int) -> SampleProgram:
     return sample
 
 
-def unpack_result(result: np.ndarray, samples: np.ndarray) -> StepResult:
-    """result: int32 [S, columns] as the program packed it; samples: bool [R], R <= S."""
+def unpack_result(result: np.ndarray, samples: np.ndarray, wants_logprobs: bool) -> StepResult:
+    """result: int32 [S, columns] as the program packed it; samples: bool [R], R <= S.
+
+    The log-probabilities are left out where nobody asked for them: the program may have no form without.
+    """
     num_rows = len(samples)
     token_ids = np.where(samples, result[:num_rows, 0], np.int32(-1))
-    if result.shape[1] == 1:
+    if not wants_logprobs:
         return StepResult(token_ids)
     return StepResult(token_ids, *unpack_logprobs(result[:num_rows, 1:]))
 

@@ -61,6 +61,15 @@ def test_log_probabilities_are_the_references(reference):
         np.testing.assert_allclose(result.logprobs[row], wanted[best[0]], atol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probabilities_come_only_when_asked_for(temperature):
+    for logprobs in (None, 0, 5):
+        load = slot_load(0, [5, 6], SamplingParams(temperature=temperature, logprobs=logprobs))
+        result = run(make_plan(prefill=[(0, 0, [5, 6], True)], slot_loads=[load], patches=blocks_of(0, 1)))
+        assert (result.logprobs is not None) == (logprobs is not None)
+        assert (result.top_ids is not None) == (logprobs is not None)
+
+
 def test_prompt_log_probabilities_are_the_references(reference):
     prompt, other = [9, 250, 33, 4, 77, 180, 12], [1, 2, 3]
     result = run(
