@@ -75,7 +75,7 @@ def test_rows_carry_their_slots_parameters_and_the_highest_level_of_those_that_s
     params = sample_layout(4).split(packed.sample)["params"]
     assert params[0].tolist() == encode_params(loads[2]).tolist()
     assert params[1].tolist() == encode_params(loads[0]).tolist()
-    assert inputs.pack(make_plan(decode=[(2, 4)])).sample_key == SampleKey(1, 1, False)
+    assert inputs.pack(make_plan(decode=[(2, 4)])).sample_key == SampleKey(1, 3, True)
     assert inputs.pack(make_plan(decode=[(1, 4)])).sample_key == SampleKey(1, 0, True)
     inputs.load_slot(load(1, temperature=0.0))  # the slot's next request
     assert inputs.pack(make_plan(decode=[(1, 4)])).sample_key == SampleKey(1, 0, False)
