@@ -118,7 +118,8 @@ def measure(systems: list[System], model: str, loads: dict[str, tuple[int, int |
                 agreement[system.name].append(same / len(prompts))
                 if round_:
                     seconds[load][system.name].append(answer["seconds"])
-            print(f"round {round_} {load}: " + line(seconds[load], count * max_tokens), flush=True)
+            amount = count * (max_tokens if max_tokens > 1 else prompt_tokens or 1)
+            print(f"round {round_} {load}: " + line(seconds[load], amount), flush=True)
     return {"seconds": seconds, "same_tokens": {k: statistics.mean(v) for k, v in agreement.items() if v}}
 
 
