@@ -6,7 +6,9 @@ KV on every step.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,13 +68,12 @@ def forward(params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch
         batch=batch,
         rope=_rope(spec, batch),
         targets=_write_targets(batch, pools[0].shape[4]),
-        layer_ids=_layer_ids(spec, batch),
-        eps=spec.norm_eps,
     )
+    layer_ids = _layer_ids(spec, batch)
     state = list(pools)
     for i, (layer, weights) in enumerate(zip(spec.layers, params.layers, strict=True)):
-        group = layer.attention.group
-        x, state[group] = _layer(weights, layer, x, state[group], step, i)
+        group, kind = layer.attention.group, _kind(layer)
+        x, state[group] = _layer(weights, x, state[group], step, layer_ids[i], kind=kind, eps=spec.norm_eps)
     return rms_norm(x, params.norm, spec.norm_eps), tuple(state)
 
 
@@ -87,8 +88,6 @@ class _Step(NamedTuple):
     batch: Batch
     rope: tuple[jax.Array, jax.Array]  # cos, sin  float32 [R / 2, T]
     targets: list[tuple[jax.Array, jax.Array]]  # per KV group: block id and offset of each token, int32 [T]
-    layer_ids: tuple[jax.Array, ...]  # int32 [] a layer: its index within its KV group
-    eps: float
 
 
 def _rope(spec: DecoderSpec, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -106,6 +105,7 @@ def _rope(spec: DecoderSpec, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def _layer_ids(spec: DecoderSpec, batch: Batch) -> tuple[jax.Array, ...]:
+    """int32 [] a layer: its index within its KV group."""
     ids = tuple(jnp.int32(layer.attention.index) for layer in spec.layers)
 
     def opaque(num_tokens: jax.Array) -> tuple[jax.Array, ...]:
@@ -125,31 +125,36 @@ def _write_targets(batch: Batch, block_size: int) -> list[tuple[jax.Array, jax.A
     return [(jnp.where(real, table[batch.token_rows, column], 0), offset) for table in tables]
 
 
+def _kind(layer: LayerSpec) -> LayerSpec:
+    """The spec without the layer's place: equal for all layers that run the same code."""
+    return replace(layer, attention=replace(layer.attention, index=0))
+
+
+@partial(jax.jit, static_argnames=("kind", "eps"))  # traced and lowered once a kind: a start takes half as long
 def _layer(
-    p: LayerParams, layer: LayerSpec, x: jax.Array, pool: jax.Array, step: _Step, i: int
+    p: LayerParams, x: jax.Array, pool: jax.Array, step: _Step, index: jax.Array, *, kind: LayerSpec, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Layer ``i``: residual x [D, T] and its group's pool -> the same, updated."""
-    h = rms_norm(x, p.attn.norm, step.eps)
-    o, pool = _attention(p.attn, layer.attention, h, pool, step, i)
+    """The layer at ``index`` of its KV group: residual x [D, T] and the group's pool -> the same, updated."""
+    h = rms_norm(x, p.attn.norm, eps)
+    o, pool = _attention(p.attn, kind.attention, h, pool, step, index, eps)
     x = x + o
-    h = rms_norm(x, p.mlp.norm, step.eps)
-    return x + gated_mlp(p.mlp.gate_up, p.mlp.down, h, layer.mlp.activation), pool
+    h = rms_norm(x, p.mlp.norm, eps)
+    return x + gated_mlp(p.mlp.gate_up, p.mlp.down, h, kind.mlp.activation), pool
 
 
 def _attention(
-    p: AttentionParams, a: AttentionSpec, x: jax.Array, pool: jax.Array, step: _Step, i: int
+    p: AttentionParams, a: AttentionSpec, x: jax.Array, pool: jax.Array, step: _Step, index: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
     tokens, batch = x.shape[-1], step.batch
     qkv = linear(p.qkv, x)  # [K, G + 2, H, T]
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     if a.qk_norm:
-        q, k = rms_norm(q, p.q_norm, step.eps), rms_norm(k, p.k_norm, step.eps)
+        q, k = rms_norm(q, p.q_norm, eps), rms_norm(k, p.k_norm, eps)
     q, k = apply_rope(q, *step.rope), apply_rope(k, *step.rope)
     q = q.reshape(a.heads, a.head_dim, tokens).transpose(2, 0, 1)  # [T, N, H]
     k, v = k.transpose(2, 0, 1), v.transpose(2, 0, 1)  # [T, K, H]
     block_ids, offsets = step.targets[a.group]
-    index: Any = step.layer_ids[i]  # the ops take a traced scalar as well as an int
     pool = kv_write(pool, k, v, layer=index, block_ids=block_ids, offsets=offsets)
     o = paged_attention(
         q,
