@@ -130,7 +130,7 @@ class OutputProcessor:
         self._next_handle += params.n
         automaton = StopAutomaton(params.stop) if params.stop else None
         for index in range(params.n):
-            detokenizer = Detokenizer(self._tokenizer, params, automaton)
+            detokenizer = Detokenizer(self._tokenizer, params, automaton, after=prompt)
             self._choices[request.handle + index] = Choice(request, index, detokenizer)
         return request
 
