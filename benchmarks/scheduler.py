@@ -60,7 +60,7 @@ class Load:
         )
         self.executor = FakeExecutor(self.info, cheap=True, step_seconds=overlap_seconds)
         self.scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=running * most), self.info)
-        self.packer = InputPacker(self.buckets, max_num_seqs=running, max_model_len=most, block_size=16, num_groups=1)
+        self.packer = InputPacker(self.buckets, max_num_seqs=running, block_size=16, num_groups=1)
         self.encoder = msgspec.msgpack.Encoder()
         self.decoder = msgspec.msgpack.Decoder(Inbound)
         self._next_handle = 0

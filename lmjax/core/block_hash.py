@@ -22,6 +22,12 @@ def block_digest(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
 
 
+def block_digests(parents: list[bytes], blocks: list[bytes]) -> list[bytes]:
+    """``block_digest`` of each."""
+    pairs = zip(parents, blocks, strict=True)
+    return [blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest() for parent, tokens in pairs]
+
+
 def extend_digests(digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int) -> None:
     """Appends the digests of the full blocks of ``tokens`` (int32 [n]) that ``digests`` does not have yet."""
     first, total = len(digests), len(tokens) // block_size

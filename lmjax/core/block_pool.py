@@ -13,7 +13,8 @@ class BlockPool:
     A block is used (references > 0), free, or cached-free: unused but still named by a digest. Cached-free blocks
     count as free and are evicted least recently released first. The LRU list is a queue of (stamp, ids) batches
     that is cleaned lazily: an id counts only while its block is unused and was not released again since. So taking and
-    giving back n blocks are a few numpy calls and not n list operations.
+    giving back n blocks are a few numpy calls and not n list operations. Ids are intp arrays: numpy converts any other
+    index anew in each call.
     """
 
     def __init__(self, num_blocks: int):
@@ -22,9 +23,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.refs = np.zeros(num_blocks, np.int32)
         self.by_digest: dict[bytes, int] = {}
-        self.digests: dict[int, bytes] = {}  # the other way round
-        self._named = np.zeros(num_blocks, bool)
-        self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self.digests = [b""] * num_blocks  # the other way round, where _named
+        self._flags = bytearray(num_blocks)  # single blocks are set here, many are read as an array
+        self._named = np.frombuffer(self._flags, bool)
+        self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
         self._num_stack = num_blocks - 1
         self._num_cached_free = 0
         self._num_extra = 0  # references beyond the first of all blocks
@@ -46,7 +48,7 @@ class BlockPool:
         return self.num_usable - self.num_free
 
     def allocate(self, n: int) -> np.ndarray:
-        """``n`` block ids (int32 [n]) with one reference each. The caller has checked ``num_free``."""
+        """``n`` block ids (intp [n]) with one reference each. The caller has checked ``num_free``."""
         if n > self.num_free:
             raise RuntimeError(f"{n} blocks wanted, {self.num_free} free")
         if n > self._num_stack:
@@ -83,19 +85,14 @@ class BlockPool:
         if len(cached):
             self._append_lru(cached)
 
-    def register(self, blocks: list[int], digests: list[bytes]) -> None:
-        """Names full blocks (0: none there). If another block has that name already, it keeps it."""
-        by_digest = self.by_digest
-        if 0 in blocks or len(set(digests)) < len(digests) or not by_digest.keys().isdisjoint(digests):
-            for block, digest in zip(blocks, digests, strict=True):
-                if block and digest not in by_digest:
-                    by_digest[digest] = block
-                    self.digests[block] = digest
-                    self._named[block] = True
-        else:
-            by_digest.update(zip(digests, blocks, strict=True))
-            self.digests.update(zip(blocks, digests, strict=True))
-            self._named[blocks] = True
+    def register(self, ids: np.ndarray, digests: list[bytes]) -> None:
+        """Names full blocks (int [n]; 0: none there). If another block has that name already, it keeps it."""
+        by_digest, names, flags = self.by_digest, self.digests, self._flags
+        for block, digest in zip(ids.tolist(), digests, strict=True):
+            if block and digest not in by_digest:
+                by_digest[digest] = block
+                names[block] = digest
+                flags[block] = True
 
     def num_cached_free_of(self, ids: np.ndarray) -> int:
         return len(ids) - int(np.count_nonzero(self.refs[ids]))
@@ -131,7 +128,7 @@ class BlockPool:
         ids = found[0] if len(found) == 1 else np.concatenate(found)
         digests, by_digest = self.digests, self.by_digest
         for block in ids.tolist():
-            del by_digest[digests.pop(block)]
+            del by_digest[digests[block]]
         self._named[ids] = False
         self._stamps[ids] = 0
         self._num_cached_free -= n
@@ -142,7 +139,7 @@ class BlockPool:
         """free + cached-free + used = all, names both ways, LRU complete. Raises AssertionError."""
         stack = self._stack[: self._num_stack]
         live = [ids[self._live(stamp, ids)] for stamp, ids in self._lru]
-        lru = np.concatenate(live) if live else np.zeros(0, np.int32)
+        lru = np.concatenate(live) if live else np.zeros(0, np.intp)
         unused = np.flatnonzero(self.refs[1:] == 0) + 1
         assert (self.refs >= 0).all() and self.refs[0] == 0, "reference counts"
         assert self._num_extra == int(np.maximum(self.refs - 1, 0).sum()), "number of shared references"
@@ -151,4 +148,4 @@ class BlockPool:
         assert np.array_equal(listed, unused), "free and cached-free blocks are not the unused ones"
         assert not self._named[stack].any() and self._named[lru].all(), "a free block is named"
         assert np.array_equal(np.flatnonzero(self._named), sorted(self.by_digest.values())), "names of blocks"
-        assert {block: digest for digest, block in self.by_digest.items()} == self.digests, "digests of blocks"
+        assert all(self.digests[block] == digest for digest, block in self.by_digest.items()), "digests of blocks"

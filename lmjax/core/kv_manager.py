@@ -36,7 +36,7 @@ class KVManager:
         self.window_groups = [g for g, window in enumerate(self.windows) if window is not None]
         self.full_groups = [g for g, window in enumerate(self.windows) if window is None]
         self.tables = np.zeros((len(specs), slots, cols), np.int32)
-        self.num_cols = np.zeros(slots, np.int32)
+        self.num_cols = np.zeros(slots, np.intp)
         self.capacity = np.zeros(slots, np.int32)  # num_cols * block_size: tokens that have room
         self.first_col = np.zeros((len(specs), slots), np.int32)
         self._patches: list[np.ndarray] = []
@@ -73,14 +73,17 @@ class KVManager:
         return min(cols, self.cols(window - 1 + chunk) + 1)
 
     def ever_fits(self, num_tokens: int, chunk: int) -> bool:
-        return all(self.peak_cols(g, num_tokens, chunk) <= pool.num_usable for g, pool in enumerate(self.pools))
+        for g, pool in enumerate(self.pools):
+            if self.peak_cols(g, num_tokens, chunk) > pool.num_usable:
+                return False
+        return True
 
     def fits_now(self, num_tokens: int, hit: PrefixHit, chunk: int) -> bool:
         """Whether a waiting request can be computed with what is free, without preempting others on the way."""
         for g, pool in enumerate(self.pools):
             need = self.peak_cols(g, num_tokens, chunk)
             if hit.num_blocks:
-                used = np.array([block for block in hit.blocks[g] if block], np.int32)
+                used = np.array([block for block in hit.blocks[g] if block], np.intp)
                 need = max(1, need - len(used)) + pool.num_cached_free_of(used)
             if need > pool.num_free:
                 return False
@@ -126,12 +129,12 @@ class KVManager:
     def register(self, slot: int, digests: list[bytes], first: int, end: int) -> None:
         """Names the blocks of columns ``first`` .. ``end`` - 1 of one slot."""
         for g, pool in enumerate(self.pools):
-            pool.register(self.tables[g, slot, first:end].tolist(), digests[first:end])
+            pool.register(self.tables[g, slot, first:end], digests[first:end])
 
     def register_each(self, slots: np.ndarray, cols: np.ndarray, digests: list[bytes]) -> None:
         """Names one block of each of ``slots``, that of column ``cols``."""
         for g, pool in enumerate(self.pools):
-            pool.register(self.tables[g, slots, cols].tolist(), digests)
+            pool.register(self.tables[g, slots, cols], digests)
 
     # blocks of a slot
 
@@ -141,7 +144,7 @@ class KVManager:
         if not n:
             return
         for g, ids in enumerate(hit.blocks):
-            pool, blocks = self.pools[g], np.array(ids, np.int32)
+            pool, blocks = self.pools[g], np.array(ids, np.intp)
             first = n - int(np.count_nonzero(blocks))
             pool.share(blocks[first:])
             self.first_col[g, slot] = first
@@ -178,7 +181,7 @@ class KVManager:
             first = int(self.first_col[g, slot])
             end = min(self.first_visible_col(window, start), int(self.num_cols[slot]))
             if end > first:
-                self.pools[g].release(self.tables[g, slot, first:end])
+                self.pools[g].release(self.tables[g, slot, first:end].astype(np.intp))
                 self._set(g, slot, first, np.zeros(end - first, np.int32))
                 self.first_col[g, slot] = end
 
@@ -198,7 +201,7 @@ class KVManager:
         copies = []
         for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
             first = 0 if window is None else min(n, self.first_visible_col(window, start))
-            blocks = self.tables[g, leader, :n].copy()
+            blocks = self.tables[g, leader, :n].astype(np.intp)
             blocks[:first] = 0
             pool.share(blocks[first:])
             self.first_col[g, slot] = first
@@ -216,7 +219,7 @@ class KVManager:
             first = int(self.first_col[g, slot])
             if end > first:
                 blocks = self.tables[g, slot, first:end]
-                pool.release(blocks[::-1])
+                pool.release(blocks[::-1].astype(np.intp))
                 blocks[:] = 0
         self._set_cols(slot, 0)
         if self.window_groups:

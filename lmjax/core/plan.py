@@ -48,7 +48,7 @@ class StepPlan:
     # int32, as long as token_ids: the id that follows each prefill token in the prompt, -1 if the row wants no
     # prompt log-probability there. None: no row in this step wants any.
     target_ids: np.ndarray | None
-    patches: np.ndarray  # int32 [M, 4]  (group, slot, column, block id), to apply before the forward
+    patches: np.ndarray  # int32 [M, 4]  (group, slot, column, block id), to apply before the forward; no place twice
     slot_loads: list[SlotLoad] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, target block)
 

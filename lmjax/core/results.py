@@ -27,10 +27,7 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
     if len(rows) < len(slots):
         slots = slots[rows]
     token_ids = result.token_ids[rows]
-    lengths = table.known[slots]
-    table.tokens[slots, lengths] = token_ids
-    lengths = lengths + 1
-    table.known[slots] = lengths
+    lengths = table.append(slots, token_ids)
     if state.caching:
         # a block's name needs its tokens, its KV a step that is planned; program order does the rest
         there = np.minimum(lengths, table.computed[slots])
@@ -40,7 +37,7 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
     for row in ended_rows(table, slots, token_ids, lengths):
         _end_if_over(state, table.requests[slots[row]], int(token_ids[row]), int(lengths[row]))
     emitted = rows
-    if not current.all():
+    if np.count_nonzero(current) < len(current):
         late = _read_late_tokens(state, plan, result, (~current & plan.samples).nonzero()[0].tolist(), asked)
         if late:
             emitted = np.sort(np.concatenate((rows, np.array(late, np.intp))))

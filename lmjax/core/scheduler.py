@@ -198,7 +198,7 @@ class Scheduler:
         table.computed[decode] = starts + 1
         planned = starts + 2
         table.planned[decode] = planned
-        if (planned >= table.limit[decode]).any():
+        if np.count_nonzero(planned >= table.limit[decode]):
             # their last token is on its way: never plan past a length that is known beforehand
             state.decode = state.decode[table.planned[state.decode] < table.limit[state.decode]]
         if rows:
@@ -206,7 +206,7 @@ class Scheduler:
             slots = np.concatenate((decode, more[0]))
             starts = np.concatenate((starts, more[1]))
             lengths = np.concatenate((self._ones[:count], more[2]))
-            samples = lengths > 0
+            samples = self._all[: len(slots)].copy()
             samples[count:] = more[3]
             chunks = [table.tokens[row.request.slot, row.start : row.start + row.length] for row in rows]
             token_ids = np.concatenate(chunks)
@@ -292,12 +292,13 @@ def _target_ids(rows: list[PrefillRow], total: int) -> np.ndarray | None:
     at = 0
     for row in rows:
         request = row.request
-        first = max(row.start, request.num_targets)
-        end = min(row.start + row.length, request.num_prompt - 1)
-        if request.num_targets >= 0 and first < end:
-            if targets is None:
-                targets = np.full(total, -1, np.int32)
-            targets[at + first - row.start : at + end - row.start] = request.prompt[first + 1 : end + 1]
-            request.num_targets = end
+        if request.num_targets >= 0:
+            first = max(row.start, request.num_targets)
+            end = min(row.start + row.length, request.num_prompt - 1)
+            if first < end:
+                if targets is None:
+                    targets = np.full(total, -1, np.int32)
+                targets[at + first - row.start : at + end - row.start] = request.prompt[first + 1 : end + 1]
+                request.num_targets = end
         at += row.length
     return targets

@@ -22,14 +22,16 @@ class SlotTable:
         self.requests: list[Request | None] = [None] * num_slots
         cols = -(-max_model_len // block_size)
         self.tokens = np.zeros((num_slots, cols * block_size), np.int32)
-        self.token_blocks = self.tokens.reshape(num_slots, cols, block_size)
+        self._flat_tokens = self.tokens.reshape(-1)
+        self._width = cols * block_size
+        self._blocks = self.tokens.view(np.dtype((np.void, 4 * block_size)))  # [S, cols], each item a block's bytes
         self.handles = np.full(num_slots, -1, np.int64)
         self.epochs = np.zeros(num_slots, np.int32)
         self.known = np.zeros(num_slots, np.int32)
         self.planned = np.zeros(num_slots, np.int32)
         self.computed = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)
-        self.next_named = np.zeros(num_slots, np.int32)  # tokens at which the next full block gets its name
+        self.next_named = np.zeros(num_slots, np.intp)  # tokens at which the next full block gets its name
         self.parents: list[bytes] = [b""] * num_slots  # digest of the last named block
         self.stop_ids = np.full((MAX_STOP_IDS, num_slots), -1, np.int32)
         self.many_stops = np.zeros(num_slots, bool)
@@ -37,11 +39,7 @@ class SlotTable:
         self._free = list(range(num_slots - 1, -1, -1))
         self._num_many_stops = 0
         self._num_with_stops = [0] * (MAX_STOP_IDS + 1)  # slots by their number of stop ids
-
-    @property
-    def stop_width(self) -> int:
-        """Rows of ``stop_ids`` that are in use."""
-        return next((n for n in range(MAX_STOP_IDS, 0, -1) if self._num_with_stops[n]), 0)
+        self.stop_width = 0  # rows of ``stop_ids`` that are in use
 
     @property
     def num_free(self) -> int:
@@ -66,6 +64,7 @@ class SlotTable:
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         if len(stops) <= MAX_STOP_IDS:
             self._num_with_stops[len(stops)] += 1
+            self.stop_width = max(self.stop_width, len(stops))
             for i, stop in enumerate(stops):
                 self.stop_ids[i, slot] = stop
         else:
@@ -82,15 +81,31 @@ class SlotTable:
         count = len(request.stop_ids)
         if count <= MAX_STOP_IDS:
             self._num_with_stops[count] -= 1
+            while self.stop_width and not self._num_with_stops[self.stop_width]:
+                self.stop_width -= 1
             self.stop_ids[:count, slot] = -1
         else:
             self.many_stops[slot] = False
             self._num_many_stops -= 1
         self._free.append(slot)
 
+    def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """One more known token for each of ``slots`` (intp [n]). Returns int32 [n], tokens known now."""
+        lengths = self.known[slots]
+        self._flat_tokens[slots * self._width + lengths] = token_ids
+        lengths += 1
+        self.known[slots] = lengths
+        return lengths
+
+    def block_bytes(self, slots: np.ndarray, cols: np.ndarray) -> list[bytes]:
+        """The token ids of one block of each of ``slots``, that of column ``cols`` (intp [n] both)."""
+        return self._blocks[slots, cols].tolist()
+
     def check_integrity(self) -> None:
         used = [slot for slot, request in enumerate(self.requests) if request is not None]
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots"
+        widest = max((len(r.stop_ids) for r in self.requests if r and len(r.stop_ids) <= MAX_STOP_IDS), default=0)
+        assert self.stop_width == widest, "rows of stop ids"
         for slot in used:
             request = self.requests[slot]
             assert request is not None

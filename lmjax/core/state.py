@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from hashlib import blake2b
 
 import numpy as np
 
 from lmjax.config import SchedulerConfig
-from lmjax.core.block_hash import DIGEST_BYTES, extend_digests
+from lmjax.core.block_hash import block_digests, extend_digests
 from lmjax.core.kv_manager import NO_HIT, KVManager, PrefixHit
 from lmjax.core.output import FinishedEvent, StartedEvent
 from lmjax.core.plan import ExecutorInfo, SlotLoad
@@ -121,22 +120,19 @@ class EngineState:
     def name_newest_blocks(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
         """``name_blocks`` for many slots (int [n]) at once; mostly each has one new full block."""
         began = time.perf_counter()
-        table, size = self.table, self.info.block_size
-        cols = num_tokens // size - 1
-        if (table.next_named[slots] != (cols + 1) * size).any():
+        table, size, parents = self.table, self.info.block_size, self.table.parents
+        ends = table.next_named[slots]
+        if np.count_nonzero(num_tokens >= ends + size):
             for slot, length in zip(slots.tolist(), num_tokens.tolist(), strict=True):
                 self.name_blocks(slot, length)
         else:
-            data = table.token_blocks[slots, cols].tobytes()
-            names, width, at = [], 4 * size, 0
-            parents = table.parents
-            for slot in slots.tolist():
-                digest = blake2b(parents[slot] + data[at : at + width], digest_size=DIGEST_BYTES).digest()
-                parents[slot] = digest
-                names.append(digest)
-                at += width
+            cols = ends // size - 1
+            indices = slots.tolist()
+            names = block_digests([parents[slot] for slot in indices], table.block_bytes(slots, cols))
+            for slot, name in zip(indices, names, strict=True):
+                parents[slot] = name
             self.kv.register_each(slots, cols, names)
-            table.next_named[slots] += size
+            table.next_named[slots] = ends + size
         self.stats.hash_seconds += time.perf_counter() - began
 
     def keep_prefilling(self, request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from lmjax.core.plan import StepPlan
@@ -77,6 +78,7 @@ class Buckets:
         )
 
     @staticmethod
+    @functools.cache
     def sample_key(num_rows: int, level: int, logprobs: bool) -> SampleKey:
         """The program for rows that need at most ``level``; ``num_rows`` is that of the forward program."""
         return SampleKey(num_rows, *next(s for s in SAMPLERS if s[0] >= level and s[1] >= logprobs))

@@ -102,7 +102,6 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
         packer=InputPacker(
             buckets,
             max_num_seqs=num_seqs,
-            max_model_len=plan.max_model_len,
             block_size=config.block_size,
             num_groups=len(kv_specs),
         ),

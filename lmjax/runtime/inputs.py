@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lmjax.core.plan import SlotLoad, StepPlan
 from lmjax.runtime.buckets import Buckets, ForwardKey, SampleKey
-from lmjax.sampling.params import NUM_PARAMS, encode_params, feature_level
+from lmjax.sampling.params import NUM_PARAMS, encode_params, feature_level, write_params
 from lmjax.types import SamplingParams
 
 MAX_IN_FLIGHT = 2
 PATCH_BATCH = 512  # patches of one call of the overflow program
+_WANTS_LOGPROBS = 1 << 3  # above the bits of the feature levels
 ALIGN_BYTES = 64  # XLA:CPU takes such a numpy array as it is and copies any other
 
 
@@ -88,116 +89,129 @@ def aligned_zeros(size: int) -> np.ndarray:
     return raw[start : start + size * 4].view(np.int32)
 
 
+class _Buffer(NamedTuple):
+    whole: np.ndarray  # int32 [layout.size]
+    parts: dict[str, np.ndarray]
+
+
 class _Ring:
     """``MAX_IN_FLIGHT + 1`` buffers of one layout with their parts, given out in turn."""
 
     def __init__(self, layout: Layout):
-        self._buffers = [aligned_zeros(layout.size) for _ in range(MAX_IN_FLIGHT + 1)]
-        self._parts = [layout.split(buffer) for buffer in self._buffers]
+        self.shapes = layout.shapes
+        wholes = [aligned_zeros(layout.size) for _ in range(MAX_IN_FLIGHT + 1)]
+        self._buffers = [_Buffer(whole, layout.split(whole)) for whole in wholes]
         self._next = 0
 
-    def take(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        i = self._next
-        self._next = (i + 1) % len(self._buffers)
-        return self._buffers[i], self._parts[i]
+    def take(self) -> _Buffer:
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        return buffer
 
 
 class InputPacker:
-    """Plans to buffers, with the host's tables of sampling parameters by slot. Slot ``max_num_seqs`` is the dummy."""
+    """Plans to buffers, with the host's tables of sampling parameters by slot. Slot ``max_num_seqs`` is the dummy.
 
-    def __init__(self, buckets: Buckets, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int):
+    The cost of a step is the number of numpy calls, so rows are written where they belong and looked up once.
+    """
+
+    def __init__(self, buckets: Buckets, *, max_num_seqs: int, block_size: int, num_groups: int):
         self._buckets = buckets
         self._dummy = max_num_seqs
-        self._table_width = -(-max_model_len // block_size)
         nobody = SlotLoad(max_num_seqs, SamplingParams(temperature=0.0), 0, 0, np.zeros(0, np.int32), 0)
         self._params = np.tile(encode_params(nobody), (max_num_seqs + 1, 1))
-        self._levels = np.zeros(max_num_seqs + 1, np.int32)
-        self._logprobs = np.zeros(max_num_seqs + 1, bool)
+        # bits of what a slot needs of its sample program, so that a union is what a step needs: one for each feature
+        # level up to its own, and _WANTS_LOGPROBS
+        self._needs = np.zeros(max_num_seqs + 1, np.uint8)
         keys = (*buckets.forward, buckets.prompt_logprobs)
         self._forward = {key: _Ring(forward_layout(key, num_groups, block_size)) for key in keys}
         self._sample = {rows: _Ring(sample_layout(rows)) for rows in buckets.row_buckets}
         self._iota = np.arange(max(key.num_tokens for key in keys), dtype=np.int32)
+        most_patches = max(PATCH_BATCH, *(ring.shapes["patches"][0] for ring in self._forward.values()))
+        self._no_patches = np.tile(np.array([0, max_num_seqs, 0, 0], np.int32), (most_patches, 1))
 
     def load_slot(self, load: SlotLoad) -> None:
-        self._params[load.slot] = encode_params(load)
-        self._levels[load.slot] = feature_level(load)
-        self._logprobs[load.slot] = load.params.logprobs is not None
+        write_params(load, self._params, load.slot)
+        levels = (1 << feature_level(load)) - 1
+        self._needs[load.slot] = levels if load.params.logprobs is None else levels | _WANTS_LOGPROBS
 
     def pack(self, plan: StepPlan) -> PackedStep:
         """The plan's buffers; they stay valid until ``MAX_IN_FLIGHT`` more plans were packed."""
         key = self._buckets.choose(plan)
         buffer, parts = self._forward[key].take()
         self._pack_rows(plan, parts)
+        self._pack_tokens(plan, parts)
         overflow = self._pack_patches(plan.patches, parts["patches"])
         if key.prompt_logprobs:
             _pack_targets(plan, parts)
-        sample_key, sample, wants_logprobs = self._pack_sample(plan, key)
+        sample_key, sample, wants_logprobs = self._pack_sample(plan, parts)
         return PackedStep(key, buffer, sample_key, sample, wants_logprobs, overflow)
 
     def _pack_rows(self, plan: StepPlan, parts: dict[str, np.ndarray]) -> None:
+        rows, lengths = plan.num_rows, plan.lengths
+        ends = np.add.accumulate(lengths, dtype=np.int32)
+        parts["header"][:] = (plan.num_decode, rows, plan.num_tokens, 0, 0)
+        parts["slots"][:rows] = plan.slots
+        parts["query_lens"][:rows] = lengths
+        np.subtract(ends, lengths, out=parts["query_starts"][:rows])
+        np.add(plan.starts, lengths, out=parts["context_lens"][:rows])
+        np.subtract(ends, 1, out=parts["logit_tokens"][:rows])
+        if rows < len(parts["slots"]):
+            parts["slots"][rows:] = self._dummy
+            for name in ("query_lens", "query_starts", "context_lens", "logit_tokens"):
+                parts[name][rows:] = 0
+
+    def _pack_tokens(self, plan: StepPlan, parts: dict[str, np.ndarray]) -> None:
         rows, decode, tokens = plan.num_rows, plan.num_decode, plan.num_tokens
-        lengths, ends = plan.lengths, np.cumsum(plan.lengths, dtype=np.int32)
-        first = ends - lengths
-        parts["header"][:] = (decode, rows, tokens, 0, 0)
-        _fill(parts["slots"], plan.slots, self._dummy)
-        _fill(parts["query_starts"], first)
-        _fill(parts["query_lens"], lengths)
-        _fill(parts["context_lens"], plan.starts + lengths)
-        _fill(parts["logit_tokens"], ends - 1)
         token_rows, positions, token_ids = parts["token_rows"], parts["positions"], parts["token_ids"]
         token_rows[:decode] = self._iota[:decode]
         positions[:decode] = plan.starts[:decode]
         token_ids[:decode] = 0
         if rows > decode:
-            of = np.repeat(self._iota[decode:rows], lengths[decode:])
-            token_rows[decode:tokens] = of
-            positions[decode:tokens] = self._iota[decode:tokens] + (plan.starts - first)[of]
+            lengths = plan.lengths[decode:]
+            offsets = plan.starts[decode:] - parts["query_starts"][decode:rows]  # from a token's place to its position
+            token_rows[decode:tokens] = self._iota[decode:rows].repeat(lengths)
+            np.add(self._iota[decode:tokens], offsets.repeat(lengths), out=positions[decode:tokens])
             token_ids[decode:tokens] = plan.token_ids
         token_rows[tokens:] = 0
         positions[tokens:] = 0
         token_ids[tokens:] = 0
 
     def _pack_patches(self, patches: np.ndarray, out: np.ndarray) -> list[np.ndarray]:
-        patches = self._last_writes(patches)
-        extra = len(patches) - len(out)
+        extra = max(len(patches) - len(out), 0)
         batches = []
-        for start in range(0, max(extra, 0), PATCH_BATCH):
+        for start in range(0, extra, PATCH_BATCH):
             batch = aligned_zeros(PATCH_BATCH * 4).reshape(PATCH_BATCH, 4)
             self._fill_patches(batch, patches[start : min(start + PATCH_BATCH, extra)])
             batches.append(batch)
-        self._fill_patches(out, patches[max(extra, 0) :])
+        self._fill_patches(out, patches[extra:])
         return batches
 
     def _fill_patches(self, out: np.ndarray, patches: np.ndarray) -> None:
         out[: len(patches)] = patches
-        out[len(patches) :] = (0, self._dummy, 0, 0)
+        out[len(patches) :] = self._no_patches[len(patches) : len(out)]
 
-    def _last_writes(self, patches: np.ndarray) -> np.ndarray:
-        """Without patches that a later one of the same place overrides: a scatter has no order."""
-        if len(patches) < 2:
-            return patches
-        place = patches[:, 0].astype(np.int64)
-        place = (place * (self._dummy + 1) + patches[:, 1]) * self._table_width + patches[:, 2]
-        _, last = np.unique(place[::-1], return_index=True)
-        return patches if len(last) == len(patches) else patches[len(patches) - 1 - last]
-
-    def _pack_sample(self, plan: StepPlan, key: ForwardKey) -> tuple[SampleKey | None, np.ndarray | None, bool]:
-        samples = plan.samples
-        if not samples.any():
+    def _pack_sample(
+        self, plan: StepPlan, forward: dict[str, np.ndarray]
+    ) -> tuple[SampleKey | None, np.ndarray | None, bool]:
+        drawn = np.count_nonzero(plan.samples)
+        if not drawn:
             return None, None, False
-        slots = np.where(samples, plan.slots, np.int32(self._dummy))
-        buffer, parts = self._sample[key.num_rows].take()
-        _fill(parts["slots"], slots, self._dummy)
-        _fill(parts["positions"], (plan.starts + plan.lengths) * samples)
-        np.take(self._params, parts["slots"], axis=0, out=parts["params"], mode="clip")
-        level = int(self._levels[slots].max())
-        wants_logprobs = bool(self._logprobs[slots].any())
-        return Buckets.sample_key(key.num_rows, level, wants_logprobs), buffer, wants_logprobs
-
-
-def _fill(out: np.ndarray, values: np.ndarray, padding: int = 0) -> None:
-    out[: len(values)] = values
-    out[len(values) :] = padding
+        rows, num_rows = plan.num_rows, len(forward["slots"])
+        buffer, parts = self._sample[num_rows].take()
+        slots = parts["slots"]
+        slots[:] = forward["slots"]
+        parts["positions"][:] = forward["context_lens"]
+        if drawn < rows:
+            silent = ~plan.samples
+            slots[:rows][silent] = self._dummy
+            parts["positions"][:rows][silent] = 0
+        index = slots.astype(np.intp)  # numpy looks up with it what it would otherwise convert each time
+        self._params.take(index, axis=0, out=parts["params"], mode="clip")
+        needs = int(np.bitwise_or.reduce(self._needs[index]))
+        wants_logprobs = needs >= _WANTS_LOGPROBS
+        level = (needs & (_WANTS_LOGPROBS - 1)).bit_length()
+        return Buckets.sample_key(num_rows, level, wants_logprobs), buffer, wants_logprobs
 
 
 def _pack_targets(plan: StepPlan, parts: dict[str, np.ndarray]) -> None:

@@ -47,7 +47,8 @@ FIELDS = (
     ("reserved", "i"),
 )
 NUM_PARAMS = len(FIELDS)
-_PACK = struct.Struct("=" + "".join(kind for _, kind in FIELDS)).pack
+ROW_BYTES = 4 * NUM_PARAMS
+_PACK_INTO = struct.Struct("=" + "".join(kind for _, kind in FIELDS)).pack_into
 
 # Below this a temperature is as good as greedy, and its inverse must stay finite in float32.
 MIN_TEMPERATURE = 1e-20
@@ -55,19 +56,25 @@ MIN_TOP_P = 1e-30  # not 0 in float32; keeps the best token alone
 _INT_MAX = 2**31 - 1
 
 
-def _uses_penalty(p: SamplingParams) -> bool:
-    return p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
-
-
-def _uses_mask(load: SlotLoad) -> bool:
+def _feature_flags(load: SlotLoad) -> int:
+    """FLAG_* of what needs the full program: 0 for most requests."""
     p = load.params
-    return p.allowed_token_ids is not None or (p.min_tokens > 0 and bool(load.stop_ids))
+    flags = 0
+    if p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0:
+        flags |= FLAG_PENALTY
+    if p.allowed_token_ids is not None or (p.min_tokens > 0 and load.stop_ids):
+        flags |= FLAG_MASK
+    if p.logit_bias:
+        flags |= FLAG_BIAS
+    if load.bad_words_ids:
+        flags |= FLAG_BAD_WORDS
+    return flags
 
 
 def feature_level(load: SlotLoad) -> int:
     """The smallest program that serves the request: 0 greedy, 1 random, 2 filtered, 3 full."""
     p = load.params
-    if _uses_penalty(p) or p.logit_bias or load.bad_words_ids or _uses_mask(load):
+    if _feature_flags(load):
         return FULL
     if p.temperature == 0.0:
         return GREEDY
@@ -78,45 +85,48 @@ def feature_level(load: SlotLoad) -> int:
 
 def needs_slot_state(load: SlotLoad) -> bool:
     """Whether the slot's state row has to be loaded before the request's first sample."""
-    return feature_level(load) == FULL
+    return _feature_flags(load) != 0
 
 
 def encode_params(load: SlotLoad) -> np.ndarray:
     """The parameter row, int32 [NUM_PARAMS] (see ``FIELDS``)."""
-    p = load.params
-    greedy = p.temperature == 0.0
-    num_bias = len(p.logit_bias) if p.logit_bias else 0
-    num_bad = len(load.bad_words_ids) if load.bad_words_ids else 0
-    flags = 0 if greedy else FLAG_RANDOM
-    if _uses_penalty(p):
-        flags |= FLAG_PENALTY
-    if _uses_mask(load):
-        flags |= FLAG_MASK
-    if num_bias:
-        flags |= FLAG_BIAS
-    if num_bad:
-        flags |= FLAG_BAD_WORDS
-    # Filters never change an argmax, so a greedy row has them off and can't cause a fall-back.
-    seed = load.seed & 0xFFFFFFFFFFFFFFFF
-    row = _PACK(
+    row = np.empty(NUM_PARAMS, np.int32)
+    write_params(load, row, 0)
+    return row
+
+
+def write_params(load: SlotLoad, rows: np.ndarray, index: int) -> None:
+    """``encode_params`` into row ``index`` of ``rows`` (int32 [n, NUM_PARAMS], contiguous)."""
+    p, prompt, seed = load.params, load.num_prompt_tokens, load.seed & 0xFFFFFFFFFFFFFFFF
+    flags = _feature_flags(load)
+    if p.temperature == 0.0:  # filters never change an argmax: off, so that the row can't cause a fall-back
+        inv_temperature, top_k, top_p, min_p_gap = 1.0, 0, 0.0, -math.inf
+    else:
+        flags |= FLAG_RANDOM
+        inv_temperature = 1.0 / max(p.temperature, MIN_TEMPERATURE)
+        top_k = min(p.top_k, _INT_MAX) if p.top_k > 0 else 0
+        top_p = max(p.top_p, MIN_TOP_P)
+        min_p_gap = p.temperature * math.log(p.min_p) if p.min_p else -math.inf
+    _PACK_INTO(
+        rows,
+        index * ROW_BYTES,
         flags,
-        1.0 if greedy else 1.0 / max(p.temperature, MIN_TEMPERATURE),
-        0 if greedy or p.top_k <= 0 else min(p.top_k, _INT_MAX),
-        0.0 if greedy else max(p.top_p, MIN_TOP_P),
-        -math.inf if greedy or p.min_p == 0.0 else p.temperature * math.log(p.min_p),
+        inv_temperature,
+        top_k,
+        top_p,
+        min_p_gap,
         seed & 0xFFFFFFFF,
         seed >> 32,
         load.sample_index,
         p.presence_penalty,
         p.frequency_penalty,
         p.repetition_penalty,
-        load.num_prompt_tokens,
-        min(load.num_prompt_tokens + p.min_tokens, _INT_MAX),
-        num_bias,
-        num_bad,
+        prompt,
+        min(prompt + p.min_tokens, _INT_MAX),
+        len(p.logit_bias) if p.logit_bias else 0,
+        len(load.bad_words_ids) if load.bad_words_ids else 0,
         0,
     )
-    return np.frombuffer(bytearray(row), np.int32)
 
 
 def num_mask_words(vocab_size: int) -> int:

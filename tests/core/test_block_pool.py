@@ -36,7 +36,7 @@ def test_cached_free_blocks_are_found_until_evicted_oldest_first():
     pool = BlockPool(6)
     blocks = pool.allocate(5)
     for i, block in enumerate(blocks.tolist()):
-        pool.register([block], [digest(i)])
+        pool.register(np.array([block]), [digest(i)])
     pool.release(blocks[2:])  # 2 is released first
     pool.release(blocks[:2])
     assert pool.num_free == 5
@@ -49,7 +49,7 @@ def test_cached_free_blocks_are_found_until_evicted_oldest_first():
 def test_a_block_in_use_is_never_evicted():
     pool = BlockPool(4)
     blocks = pool.allocate(3)
-    pool.register(blocks.tolist(), [digest(i) for i in range(3)])
+    pool.register(blocks, [digest(i) for i in range(3)])
     pool.release(blocks)
     pool.share(blocks[:1])  # a prefix hit
     assert pool.num_free == 2
@@ -61,7 +61,7 @@ def test_a_block_in_use_is_never_evicted():
 def test_released_again_means_recently_used():
     pool = BlockPool(4)
     blocks = pool.allocate(3)
-    pool.register(blocks.tolist(), [digest(i) for i in range(3)])
+    pool.register(blocks, [digest(i) for i in range(3)])
     pool.release(blocks)
     pool.share(blocks[:1])
     pool.release(blocks[:1])
@@ -71,11 +71,11 @@ def test_released_again_means_recently_used():
 def test_the_first_block_keeps_a_name():
     pool = BlockPool(4)
     first, second = pool.allocate(2).tolist()
-    pool.register([first], [digest(7)])
-    pool.register([second], [digest(7)])
+    pool.register(np.array([first]), [digest(7)])
+    pool.register(np.array([second]), [digest(7)])
     assert pool.by_digest[digest(7)] == first
     pool.release(ids(second))
-    assert second not in pool.digests
+    assert second not in pool.by_digest.values()
     pool.check_integrity()
 
 
@@ -92,8 +92,8 @@ def test_random_use_against_a_plain_model():
             pool.release(held.pop(int(rng.integers(len(held)))))
         elif action == 2 and held:
             block = int(held[-1][0])
-            if block not in pool.digests:
-                pool.register([block], [digest(names)])
+            if block not in pool.by_digest.values():
+                pool.register(np.array([block]), [digest(names)])
                 names += 1
         elif action == 3 and pool.by_digest:
             block = list(pool.by_digest.values())[int(rng.integers(len(pool.by_digest)))]

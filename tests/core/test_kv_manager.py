@@ -120,7 +120,7 @@ def test_lookup_against_a_plain_search():
         have = rng.random((3, 8)) < 0.8
         for g in range(3):
             there = np.flatnonzero(have[g])
-            kv.pools[g].register(kv.tables[g, 0, there].tolist(), [digests[i] for i in there])
+            kv.pools[g].register(kv.tables[g, 0, there], [digests[i] for i in there])
 
         def works(n, have=have, windows=windows):
             seen = range(n * 4)
