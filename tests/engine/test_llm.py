@@ -122,7 +122,15 @@ def test_threads_share_the_engine(llm):
     assert found == [True] * 20
 
 
-def test_ctrl_c_leaves_a_usable_engine():
+@pytest.fixture
+def ctrl_c():
+    """A shell that started us in the background may have set the signal to be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_leaves_a_usable_engine(ctrl_c):
     with fake("slow") as llm:
         expected = llm.generate("again", GREEDY, use_tqdm=False)[0].outputs
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
