@@ -97,6 +97,7 @@ class _Server:
             client = loading.result()
             attach(self._app, client)
             log.info("ready: %s on %s", ", ".join(self._state.model_names), self._settings.address)
+            log.info("try: %s", self._settings.example)
             while not stopping.done():
                 if client.dead:
                     return await self._mourn(client.dead)

@@ -68,3 +68,13 @@ class ServerSettings:
         except ValueError:
             host = self.host
         return f"{scheme}://{host}:{self.port}"
+
+    @property
+    def example(self) -> str:
+        """A curl command that asks this server something."""
+        body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+        socket, base = (f"--unix-socket {self.uds} ", "http://localhost") if self.uds else ("", self.address)
+        for every in ("//0.0.0.0:", "//[::]:"):
+            base = base.replace(every, "//localhost:")
+        key = "-H 'Authorization: Bearer KEY' " if self.api_keys else ""
+        return f"curl {socket}{base}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"
