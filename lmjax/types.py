@@ -88,16 +88,18 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", [self.stop])
-        for name in ("stop", "stop_token_ids"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, [])
+        elif self.stop is None:
+            object.__setattr__(self, "stop", [])
+        if self.stop_token_ids is None:
+            object.__setattr__(self, "stop_token_ids", [])
         if not self._plain_numbers():
             self._check_numbers()
-        self._check_lists()
+        if not self._plain_lists():
+            self._check_lists()
 
     def _plain_numbers(self) -> bool:
         """Whether all numbers are plainly fine. A short cut: the engine builds this anew for each request it reads."""
-        most, seed, asked = self.max_tokens, self.seed, (self.logprobs, self.prompt_logprobs)
+        most, seed, asked, prompt_asked = self.max_tokens, self.seed, self.logprobs, self.prompt_logprobs
         return (
             type(self.n) is type(self.top_k) is type(self.min_tokens) is int
             and 1 <= self.n <= MAX_N
@@ -113,11 +115,22 @@ class SamplingParams:
             and -2.0 <= self.frequency_penalty <= 2.0
             and (most is None or (type(most) is int and most >= max(1, self.min_tokens)))
             and (seed is None or (type(seed) is int and SEED_RANGE[0] <= seed <= SEED_RANGE[1]))
-            and all(k is None or (type(k) is int and k >= 0) for k in asked)
+            and (asked is None or (type(asked) is int and asked >= 0))
+            and (prompt_asked is None or (type(prompt_asked) is int and prompt_asked >= 0))
             and self.truncate_prompt_tokens is None
             and type(self.include_stop_str_in_output) is type(self.ignore_eos) is bool
             and type(self.skip_special_tokens) is type(self.spaces_between_special_tokens) is bool
         )
+
+    def _plain_lists(self) -> bool:
+        """Whether there are no lists but of stop strings, and those are fine."""
+        if not (self.allowed_token_ids is self.logit_bias is self.bad_words is None):
+            return False
+        if type(self.stop_token_ids) is not list or self.stop_token_ids:
+            return False
+        if type(self.stop) is not list or len(self.stop) > MAX_STOP_STRINGS:
+            return False
+        return all(type(text) is str and 0 < len(text) <= MAX_STOP_CHARS for text in self.stop)
 
     def _check_numbers(self) -> None:
         def integer(name: str, low: int, high: float = math.inf, none: bool = False) -> None:

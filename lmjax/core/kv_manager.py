@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,8 @@ class KVManager:
         self.num_cols = np.zeros(slots, np.intp)
         self.capacity = np.zeros(slots, np.int32)  # num_cols * block_size: tokens that have room
         self.first_col = np.zeros((len(specs), slots), np.int32)
-        self._patches: list[np.ndarray] = []
+        self._patches = np.empty((64, 4), np.int32)
+        self._num_patches = 0
         self._patch_rows = np.zeros((len(specs), cols, 4), np.int32)
         self._patch_rows[:, :, 0] = np.arange(len(specs))[:, None]
         self._patch_rows[:, :, 2] = np.arange(cols)
@@ -73,10 +75,14 @@ class KVManager:
         return min(cols, self.cols(window - 1 + chunk) + 1)
 
     def ever_fits(self, num_tokens: int, chunk: int) -> bool:
-        for g, pool in enumerate(self.pools):
-            if self.peak_cols(g, num_tokens, chunk) > pool.num_usable:
-                return False
-        return True
+        return all(self.peak_cols(g, num_tokens, chunk) <= pool.num_usable for g, pool in enumerate(self.pools))
+
+    def longest_chunked(self) -> int:
+        """The most tokens that ``ever_fits`` with chunks of one token."""
+        fitting = bisect_left(
+            range(self.tables.shape[2] * self.block_size), True, key=lambda n: not self.ever_fits(n, 1)
+        )
+        return fitting - 1
 
     def fits_now(self, num_tokens: int, hit: PrefixHit, chunk: int) -> bool:
         """Whether a waiting request can be computed with what is free, without preempting others on the way."""
@@ -166,10 +172,10 @@ class KVManager:
         for g, pool in enumerate(self.pools):
             ids = pool.allocate(len(slots))
             self.tables[g, slots, cols] = ids
-            patch = self._patch_rows[g].take(cols, axis=0)
-            patch[:, 1] = slots
-            patch[:, 3] = ids
-            self._patches.append(patch)
+            patches = self._more_patches(len(slots))
+            self._patch_rows[g].take(cols, axis=0, out=patches, mode="clip")
+            patches[:, 1] = slots
+            patches[:, 3] = ids
         self.num_cols[slots] = cols + 1
         self.capacity[slots] += self.block_size
 
@@ -229,19 +235,26 @@ class KVManager:
 
     def take_patches(self) -> np.ndarray:
         """int32 [M, 4] (group, slot, column, block): what changed in the tables since the last call."""
-        patches, self._patches = self._patches, []
-        if not patches:
-            return np.zeros((0, 4), np.int32)
-        return patches[0] if len(patches) == 1 else np.concatenate(patches)
+        patches = self._patches[: self._num_patches].copy()
+        self._num_patches = 0
+        return patches
+
+    def _more_patches(self, n: int) -> np.ndarray:
+        """int32 [n, 4]: room for ``n`` more, to be filled."""
+        first, end = self._num_patches, self._num_patches + n
+        if end > len(self._patches):
+            self._patches = np.concatenate((self._patches, np.empty((end, 4), np.int32)))
+        self._num_patches = end
+        return self._patches[first:end]
 
     def _set(self, group: int, slot: int, first: int, blocks: np.ndarray) -> None:
         n = len(blocks)
         if n:
             self.tables[group, slot, first : first + n] = blocks
-            patch = self._patch_rows[group, first : first + n].copy()
-            patch[:, 1] = slot
-            patch[:, 3] = blocks
-            self._patches.append(patch)
+            patches = self._more_patches(n)
+            patches[:] = self._patch_rows[group, first : first + n]
+            patches[:, 1] = slot
+            patches[:, 3] = blocks
 
     def _set_cols(self, slot: int, cols: int) -> None:
         self.num_cols[slot] = cols

@@ -77,7 +77,7 @@ def reduce_logprobs(result: StepResult, emitted: np.ndarray, asked: np.ndarray) 
     rows = (asked >= 0).nonzero()[0]
     if not len(rows):
         return None
-    k = int(asked.max())
+    k = int(np.maximum.reduce(asked))
     source: np.ndarray | slice = emitted[rows]
     if emitted[rows[-1]] == len(rows) - 1:
         source = slice(len(rows))  # the result's first rows (emitted is ascending): no need to copy

@@ -52,6 +52,7 @@ class Scheduler:
         self.prefill = PrefillPlanner(self.state, self.budget)
         self._ones = np.ones(info.max_num_seqs, np.int32)  # never changed
         self._all = np.ones(info.max_num_seqs, bool)
+        self._longest = self.state.kv.longest_chunked()
         self._next_sequence = 0
         self._next_step = 0
         self._iteration_tokens: deque[int] = deque(maxlen=_MOST_ITERATIONS)
@@ -110,12 +111,13 @@ class Scheduler:
             return "the prompt is empty"
         if length >= info.max_model_len:
             return f"the prompt has {length} tokens, the context {info.max_model_len}: no room for a reply"
-        if int(new.prompt.view(np.uint32).max()) >= info.vocab_size:  # so negative ids are large
+        if np.maximum.reduce(new.prompt.view(np.uint32)) >= info.vocab_size:  # so negative ids are large
             wrong = next(i for i in new.prompt.tolist() if not 0 <= i < info.vocab_size)
             return f"token id {wrong} is outside the vocabulary of {info.vocab_size}"
-        if not self.config.enable_chunked_prefill and length > self.budget:
+        chunked = self.config.enable_chunked_prefill
+        if not chunked and length > self.budget:
             return f"the prompt has {length} tokens, a step at most {self.budget}, and chunked prefill is off"
-        if not self.state.kv.ever_fits(length, 1 if self.config.enable_chunked_prefill else length):
+        if not (length <= self._longest if chunked else self.state.kv.ever_fits(length, length)):
             blocks = min(pool.num_usable for pool in self.state.kv.pools)
             return f"the prompt has {length} tokens, more than the KV cache of {blocks} blocks of {info.block_size}"
         return None
@@ -155,9 +157,10 @@ class Scheduler:
 
     def _schedule_once(self) -> StepPlan | None:
         state = self.state
-        if state.vacated:
+        if state.decode_left:
             state.decode = state.decode[state.table.handles[state.decode] >= 0]
-            state.vacated = False
+            state.decode_left = False
+        state.vacated = False
         slots = self._decode_slots()
         rows: list[PrefillRow] = []
         if state.prefill or len(state.queue):
@@ -193,35 +196,26 @@ class Scheduler:
 
     def _plan(self, decode: np.ndarray, rows: list[PrefillRow], patches: np.ndarray) -> StepPlan:
         state, table = self.state, self.state.table
-        count = len(decode)
-        starts = table.computed[decode]
-        table.computed[decode] = starts + 1
-        planned = starts + 2
-        table.planned[decode] = planned
-        if np.count_nonzero(planned >= table.limit[decode]):
-            # their last token is on its way: never plan past a length that is known beforehand
-            state.decode = state.decode[table.planned[state.decode] < table.limit[state.decode]]
+        count, total = len(decode), len(decode) + len(rows)
+        slots, starts = np.empty(total, np.int32), np.empty(total, np.int32)
+        lengths, samples = self._ones[:total].copy(), self._all[:total].copy()
+        slots[:count] = decode
+        self._plan_decode(decode, starts[:count])
+        token_ids, target_ids = _NO_TOKENS, None
         if rows:
-            more = np.array([(row.request.slot, row.start, row.length, row.samples) for row in rows], np.int32).T
-            slots = np.concatenate((decode, more[0]))
-            starts = np.concatenate((starts, more[1]))
-            lengths = np.concatenate((self._ones[:count], more[2]))
-            samples = self._all[: len(slots)].copy()
-            samples[count:] = more[3]
-            chunks = [table.tokens[row.request.slot, row.start : row.start + row.length] for row in rows]
-            token_ids = np.concatenate(chunks)
+            for i, row in enumerate(rows, count):
+                slots[i], starts[i], lengths[i], samples[i] = row.request.slot, row.start, row.length, row.samples
+            token_ids = np.concatenate([table.tokens[r.request.slot, r.start : r.start + r.length] for r in rows])
             target_ids = _target_ids(rows, len(token_ids))
             if self.prefill.new_decodes:
                 state.decode = np.concatenate((state.decode, np.array(self.prefill.new_decodes, np.intp)))
-        else:
-            slots, token_ids, target_ids = decode, _NO_TOKENS, None
-            lengths, samples = self._ones[:count], self._all[:count]
+        index = slots.astype(np.intp)
         plan = StepPlan(
             step_id=self._next_step,
             num_decode=count,
-            slots=slots.astype(np.int32),
-            handles=table.handles[slots],
-            epochs=table.epochs[slots],
+            slots=slots,
+            handles=table.handles[index],
+            epochs=table.epochs[index],
             starts=starts,
             lengths=lengths,
             samples=samples,
@@ -238,6 +232,20 @@ class Scheduler:
         state.stats.scheduled_tokens += plan.num_tokens
         self._iteration_tokens.append(plan.num_tokens)
         return plan
+
+    def _plan_decode(self, slots: np.ndarray, starts: np.ndarray) -> None:
+        """Moves the slots on by the token of this step. ``starts``: int32 [n], to be filled with its positions."""
+        state, table = self.state, self.state.table
+        table.computed.take(slots, out=starts, mode="clip")
+        planned = starts + 2
+        table.planned[slots] = planned
+        table.computed[slots] = starts + 1
+        more = planned < table.limit[slots]
+        if np.count_nonzero(more) < len(slots):
+            # their last token is on its way: never plan past a length that is known beforehand
+            if state.decode is not slots:
+                more = table.planned[state.decode] < table.limit[state.decode]
+            state.decode = state.decode[more]
 
     # results
 

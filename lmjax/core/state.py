@@ -41,7 +41,8 @@ class EngineState:
         self.started: list[StartedEvent] = []
         self.finished: list[FinishedEvent] = []
         self.slot_loads: list[SlotLoad] = []
-        self.vacated = False  # a slot was given back since the decode slots were last cleaned
+        self.vacated = False  # a slot was given back since planning began
+        self.decode_left = False  # ``decode`` may hold slots that were given back
 
     @property
     def num_running(self) -> int:
@@ -169,6 +170,7 @@ class EngineState:
     def cut_short(self, request: Request) -> None:
         """The only running request has no room to grow: it ends with what it has."""
         slot = request.slot
+        self.decode_left = True
         request.limit = self.table.limit[slot] = int(self.table.planned[slot])
         if self.table.planned[slot] == self.table.known[slot]:
             self.finish(request, "length")
@@ -188,6 +190,8 @@ class EngineState:
         self.kv.close(slot)
         self.table.give_back(slot)
         self.vacated = True
+        if self.table.planned[slot] < self.table.limit[slot]:
+            self.decode_left = True  # else its last token was planned, and so it left already
 
     # ends
 
@@ -244,6 +248,7 @@ class EngineState:
         running = {r.slot for r in self.requests.values() if r.state is State.RUNNING}
         assert running == {s for s, r in enumerate(table.requests) if r is not None}, "running requests"
         decode = [s for s in self.decode.tolist() if table.handles[s] >= 0]
+        assert self.decode_left or len(decode) == len(self.decode), "a free slot decodes"
         prefill = [r.slot for r in self.prefill]
         ending = [s for s in running if table.planned[s] == table.limit[s] and s not in prefill]
         decode = [s for s in decode if s not in ending]

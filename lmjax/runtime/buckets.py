@@ -64,16 +64,13 @@ class Buckets:
 
     def choose(self, plan: StepPlan) -> ForwardKey:
         """The smallest program with room for the plan's tokens; ``ValueError`` where none has."""
-        if plan.target_ids is not None:
-            if plan.num_tokens <= self.prompt_logprobs.num_tokens and plan.num_rows <= self.prompt_logprobs.num_rows:
-                return self.prompt_logprobs
-        else:
-            for key in self.forward:
-                if plan.num_tokens <= key.num_tokens and plan.num_rows <= key.num_rows:
-                    return key
+        tokens, rows = plan.num_tokens, plan.num_rows
+        for key in self.forward if plan.target_ids is None else (self.prompt_logprobs,):
+            if tokens <= key.num_tokens and rows <= key.num_rows:
+                return key
         largest = self.forward[-1]
         raise ValueError(
-            f"a step of {plan.num_tokens} tokens in {plan.num_rows} rows does not fit the largest program "
+            f"a step of {tokens} tokens in {rows} rows does not fit the largest program "
             f"({largest.num_tokens} tokens, {largest.num_rows} rows)"
         )
 

@@ -131,7 +131,7 @@ class InputPacker:
         self._no_patches = np.tile(np.array([0, max_num_seqs, 0, 0], np.int32), (most_patches, 1))
 
     def load_slot(self, load: SlotLoad) -> None:
-        write_params(load, self._params, load.slot)
+        write_params(load, self._params.data, load.slot)
         levels = (1 << feature_level(load)) - 1
         self._needs[load.slot] = levels if load.params.logprobs is None else levels | _WANTS_LOGPROBS
 

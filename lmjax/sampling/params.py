@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from lmjax.core.plan import SlotLoad
-from lmjax.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, ParameterError, SamplingParams
+from lmjax.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, ParameterError
 
 # A bad word has up to two token sequences: as the start of a text and after a space.
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
@@ -91,12 +91,12 @@ def needs_slot_state(load: SlotLoad) -> bool:
 def encode_params(load: SlotLoad) -> np.ndarray:
     """The parameter row, int32 [NUM_PARAMS] (see ``FIELDS``)."""
     row = np.empty(NUM_PARAMS, np.int32)
-    write_params(load, row, 0)
+    write_params(load, row.data, 0)
     return row
 
 
-def write_params(load: SlotLoad, rows: np.ndarray, index: int) -> None:
-    """``encode_params`` into row ``index`` of ``rows`` (int32 [n, NUM_PARAMS], contiguous)."""
+def write_params(load: SlotLoad, rows: memoryview, index: int) -> None:
+    """``encode_params`` into row ``index`` of ``rows`` (of int32 [n, NUM_PARAMS])."""
     p, prompt, seed = load.params, load.num_prompt_tokens, load.seed & 0xFFFFFFFFFFFFFFFF
     flags = _feature_flags(load)
     if p.temperature == 0.0:  # filters never change an argmax: off, so that the row can't cause a fall-back
