@@ -1,10 +1,13 @@
-"""Between the core's data and the channel's records: whole columns become bytes, rows are never looked at."""
+"""Between the core's data and the channel's records: whole columns become bytes, rows are never looked at.
+
+The columns have the dtypes that the records name already, and every platform of JAX is little-endian.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from lmjax.core.output import FinishedEvent, LogprobOutput, PromptLogprobOutput, StartedEvent, StepOutput
+from lmjax.core.output import LogprobOutput, PromptLogprobOutput, StepOutput
 from lmjax.core.request import NewRequest
 from lmjax.core.stats import SchedulerStats
 from lmjax.engine.records import (
@@ -38,12 +41,12 @@ def step_record(output: StepOutput | None) -> StepRecord | None:
     if not (len(output.handles) or output.started or output.finished or output.prompt_logprobs):
         return None
     return StepRecord(
-        handles=_bytes(output.handles, "<i8"),
-        token_ids=_bytes(output.token_ids, "<i4"),
-        logprobs=None if output.logprobs is None else _logprobs(output.logprobs),
-        prompt_logprobs=[_prompt_logprobs(entry) for entry in output.prompt_logprobs],
-        started=[_started(event) for event in output.started],
-        finished=[_finished(event) for event in output.finished],
+        output.handles.tobytes(),
+        output.token_ids.tobytes(),
+        None if output.logprobs is None else _logprobs(output.logprobs),
+        [_prompt_logprobs(entry) for entry in output.prompt_logprobs],
+        [Started(e.handle, e.num_cached_tokens, e.scheduled) for e in output.started],
+        [Finished(e.handle, e.reason, e.stop_reason, e.message, e.queue_full) for e in output.finished],
     )
 
 
@@ -67,18 +70,14 @@ def engine_stats(core: SchedulerStats, device: dict[str, float], host_seconds: f
     )
 
 
-def _bytes(array: np.ndarray, dtype: str) -> bytes:
-    return array.astype(dtype, copy=False).tobytes()
-
-
 def _logprobs(output: LogprobOutput) -> LogprobColumns:
     return LogprobColumns(
-        rows=_bytes(output.rows, "<i4"),
-        logprobs=_bytes(output.logprobs, "<f4"),
-        ranks=_bytes(output.ranks, "<i4"),
-        k=output.k,
-        top_ids=_bytes(output.top_ids, "<i4"),
-        top_logprobs=_bytes(output.top_logprobs, "<f4"),
+        output.rows.tobytes(),
+        output.logprobs.tobytes(),
+        output.ranks.tobytes(),
+        output.k,
+        output.top_ids.tobytes(),
+        output.top_logprobs.tobytes(),
     )
 
 
@@ -86,17 +85,9 @@ def _prompt_logprobs(output: PromptLogprobOutput) -> PromptLogprobColumns:
     return PromptLogprobColumns(
         handle=output.handle,
         first=output.first,
-        logprobs=_bytes(output.logprobs, "<f4"),
-        ranks=_bytes(output.ranks, "<i4"),
+        logprobs=output.logprobs.tobytes(),
+        ranks=output.ranks.tobytes(),
         k=output.k,
-        top_ids=_bytes(output.top_ids, "<i4"),
-        top_logprobs=_bytes(output.top_logprobs, "<f4"),
+        top_ids=output.top_ids.tobytes(),
+        top_logprobs=output.top_logprobs.tobytes(),
     )
-
-
-def _started(event: StartedEvent) -> Started:
-    return Started(event.handle, event.num_cached_tokens, event.scheduled)
-
-
-def _finished(event: FinishedEvent) -> Finished:
-    return Finished(event.handle, event.reason, event.stop_reason, event.message, event.queue_full)
