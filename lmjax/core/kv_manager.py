@@ -176,8 +176,9 @@ class KVManager:
             self._patch_rows[g].take(cols, axis=0, out=patches, mode="clip")
             patches[:, 1] = slots
             patches[:, 3] = ids
-        self.num_cols[slots] = cols + 1
-        self.capacity[slots] += self.block_size
+        cols = cols + 1
+        self.num_cols[slots] = cols
+        self.capacity[slots] = cols * self.block_size
 
     def free_behind(self, slot: int, start: int) -> None:
         """Gives back what a row at position ``start``, and all later ones, cannot see in window groups."""

@@ -78,9 +78,9 @@ def reduce_logprobs(result: StepResult, emitted: np.ndarray, asked: np.ndarray) 
     if not len(rows):
         return None
     k = int(np.maximum.reduce(asked))
-    source: np.ndarray | slice = emitted[rows]
-    if emitted[rows[-1]] == len(rows) - 1:
-        source = slice(len(rows))  # the result's first rows (emitted is ascending): no need to copy
+    # emitted is ascending; the result's first rows need no copy
+    first_rows = emitted[rows[-1]] == len(rows) - 1
+    source: np.ndarray | slice = slice(len(rows)) if first_rows else emitted[rows]
     return LogprobOutput(
         rows.astype(np.int32),
         result.logprobs[source],
