@@ -140,7 +140,7 @@ class KVManager:
     def register_each(self, slots: np.ndarray, cols: np.ndarray, digests: list[bytes]) -> None:
         """Names one block of each of ``slots``, that of column ``cols``."""
         for g, pool in enumerate(self.pools):
-            pool.register(self.tables[g, slots, cols], digests)
+            pool.register(self.tables[g][slots, cols], digests)
 
     # blocks of a slot
 

@@ -45,7 +45,9 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
     output = StepOutput(plan.handles[emitted], token_ids if emitted is rows else result.token_ids[emitted])
     output.prompt_logprobs = prompt_logprobs
     if asked is not None:
-        output.logprobs = reduce_logprobs(result, emitted, asked[emitted])
+        if len(emitted) < len(asked):
+            asked = asked[emitted]
+        output.logprobs = reduce_logprobs(result, emitted, asked)
     return output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from lmjax.core.plan import StepPlan
@@ -65,7 +66,8 @@ class Buckets:
     def choose(self, plan: StepPlan) -> ForwardKey:
         """The smallest program with room for the plan's tokens; ``ValueError`` where none has."""
         tokens, rows = plan.num_tokens, plan.num_rows
-        for key in self.forward if plan.target_ids is None else (self.prompt_logprobs,):
+        fitting = self.forward[bisect_left(self.token_buckets, tokens) :]
+        for key in fitting if plan.target_ids is None else (self.prompt_logprobs,):
             if tokens <= key.num_tokens and rows <= key.num_rows:
                 return key
         largest = self.forward[-1]

@@ -150,7 +150,9 @@ class InputPacker:
     def _pack_rows(self, plan: StepPlan, parts: dict[str, np.ndarray]) -> None:
         rows, lengths = plan.num_rows, plan.lengths
         ends = np.add.accumulate(lengths, dtype=np.int32)
-        parts["header"][:] = (plan.num_decode, rows, plan.num_tokens, 0, 0)
+        header = parts["header"]
+        header[0], header[1], header[2] = plan.num_decode, rows, plan.num_tokens
+        header[3:] = 0
         parts["slots"][:rows] = plan.slots
         parts["query_lens"][:rows] = lengths
         np.subtract(ends, lengths, out=parts["query_starts"][:rows])
