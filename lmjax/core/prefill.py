@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from lmjax.core.request import Request, State
 from lmjax.core.state import EngineState
 
+# What one more step costs beside its tokens, in tokens: the weights are read once more (23 ms for SmolLM2 on two cores,
+# where a prefill token takes 1.6 ms).
+STEP_COST = 16
+
 
 @dataclass(slots=True)
 class PrefillRow:
@@ -158,7 +162,8 @@ class PrefillPlanner:
         self.rows.append(self._open)
 
     def _trim(self, last: PrefillRow, num_decode: int) -> None:
-        """Cuts the last chunk so that the step fills a smaller token bucket, if more would be padded than postponed."""
+        """Cuts the last chunk so that the step fills a smaller token bucket, if the padding costs more than what is
+        postponed and its step."""
         buckets = self.state.info.token_buckets
         total = num_decode
         for row in self.rows:
@@ -168,7 +173,7 @@ class PrefillPlanner:
         if below < 0 or above >= len(buckets):
             return
         over, padding = total - buckets[below], buckets[above] - total
-        if padding > over and last.length > over:
+        if padding > over + STEP_COST and last.length > over:
             last.length -= over
 
     def _commit(self) -> None:
