@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import signal
 import socket
 import ssl
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
@@ -66,8 +69,7 @@ class _Server:
         try:
             context = _ssl_context(s)
             if s.uds:
-                if Path(s.uds).is_socket():  # of a server that ended without cleaning up
-                    Path(s.uds).unlink()
+                _clear_stale_socket(s.uds)
                 site: web.BaseSite = web.UnixSite(runner, s.uds, ssl_context=context)
             else:
                 site = web.SockSite(runner, _listen(s.host, s.port), ssl_context=context, backlog=1024)
@@ -75,6 +77,8 @@ class _Server:
         except (OSError, ssl.SSLError) as exc:
             print(f"lmjax: cannot listen on {s.address}: {exc.strerror or exc}", file=sys.stderr)
             return False
+        if not s.uds:
+            self._settings = s = replace(s, port=runner.addresses[0][1])  # port 0: the one that was free
         log.info("listening on %s", s.address)
         return True
 
@@ -157,6 +161,19 @@ def _listen(host: str, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _clear_stale_socket(path: str) -> None:
+    """Removes the socket of a server that ended without cleaning up; ``OSError`` if one still answers there."""
+    if not Path(path).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+            return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:

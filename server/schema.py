@@ -5,6 +5,8 @@ Types are strict: ``"1"`` is no number, ``1`` is no boolean, ``1.5`` is no integ
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -113,11 +115,34 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 def decode(body: bytes, route: Route, struct: type[T]) -> T:
     """A body as its struct; raises ``ApiError`` 400 that names the field."""
-    raw = _guard(lambda: msgspec.json.decode(body))
+    try:
+        raw = _guard(lambda: msgspec.json.decode(body))
+    except ApiError as error:
+        raise _name_number(body, error) from None
     if not isinstance(raw, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     kept = applied_fields(route, raw)
     return _guard(lambda: msgspec.convert(kept, struct, strict=True))
+
+
+def _name_number(body: bytes, error: ApiError) -> ApiError:
+    """msgspec does not say which number is out of range; the standard library, which takes them all, finds it."""
+    if "out of range" not in error.message:
+        return error
+    try:
+        raw = json.loads(body, parse_int=lambda digits: int(digits) if len(digits) < 30 else math.inf)
+    except (ValueError, RecursionError):
+        return error
+    names = [name for name, value in raw.items() if _has_huge(value)] if isinstance(raw, dict) else []
+    return bad_request(names[0], f"{names[0]}: number out of range", code="invalid_type") if names else error
+
+
+def _has_huge(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_huge, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 
 def _guard(step: Callable[[], Any]) -> Any:

@@ -123,12 +123,16 @@ class Scheduler:
         return None
 
     def _why_full(self, new: NewRequest) -> str | None:
-        queue, config = self.state.queue, self.config
-        if config.max_num_queued_reqs is not None and len(queue) >= config.max_num_queued_reqs:
-            return f"the queue is full: {len(queue)} requests wait"
+        queue, config, free = self.state.queue, self.config, self.state.table.num_free
+        if len(queue) < free:
+            return None  # the next step takes it in
+        if config.max_num_queued_reqs is not None and len(queue) - free >= config.max_num_queued_reqs:
+            return f"the queue is full: {config.max_num_queued_reqs} requests wait"
         most = config.max_num_queued_tokens
-        if most is not None and queue.num_tokens + len(new.prompt) > most:
-            return f"the queue is full: {queue.num_tokens} tokens wait, at most {most} may"
+        # those that the free slots take next may be any: their share of the tokens is that of their number
+        waiting = queue.num_tokens * (len(queue) - free) // max(len(queue), 1)
+        if most is not None and waiting + len(new.prompt) > most:
+            return f"the queue is full: {waiting} tokens wait, at most {most} may"
         return None
 
     def abort(self, handles: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -175,7 +175,11 @@ class LLM:
         return [collector.output() for collector in collectors]
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, dict) or not isinstance(prompt, Iterable):
+            raise ParameterError("prompt", f"got {prompt!r}, must be a text or a list of token ids")
+        return list(prompt)
 
     def _run(
         self, checked: Sequence[Checked], priorities: Sequence[int]
@@ -274,6 +278,8 @@ def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, dict) or not isinstance(prompts, Sequence | np.ndarray):
+        raise ParameterError("prompts", f"got {prompts!r}, must be a text, a list of token ids, or a list of these")
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -73,7 +73,10 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
         max_logprobs=config.max_logprobs,
     )
     buckets = Buckets(num_seqs, min(budget, num_seqs * plan.max_model_len))
-    programs = compile_all(all_programs(shapes, buckets), progress)
+    wanted = all_programs(shapes, buckets)
+    tell(f"compiling {len(wanted)} programs, the largest first")
+    programs = compile_all(wanted, progress)
+    tell("allocating the KV pool")
     return JaxExecutor(
         info=ExecutorInfo(
             kv_specs=kv_specs,

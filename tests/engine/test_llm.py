@@ -152,6 +152,12 @@ def test_a_failed_device_is_told_and_stays_told():
             llm.generate("a", GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize("prompts", [5, None, {"prompt": "a"}, [{"prompt_token_ids": [1, 2]}], [None], [["a"]]])
+def test_prompts_of_another_kind_are_refused(llm, prompts):
+    with pytest.raises(ParameterError, match=r"^prompt"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match="max_seqs: unknown setting"):
         fake(max_seqs=3)
