@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lmjax.core.plan import StepPlan
 
 SMALL_TOKENS = (1, 4, 8, 16, 32, 64)  # a step costs what its width costs; below 4 that is reading the weights
-MIXED_TOKENS = (128, 512, 2048, 8192)  # prefill fills a step to the edge of its bucket, so these may be far apart
+MIXED_TOKENS = (128, 256, 512, 2048, 8192)  # prefill fills a step to the edge of its bucket: these may be farther apart
 GREEDY, RANDOM, FILTERED, FULL = range(4)  # feature levels of lmjax.sampling
 # (level, log-probabilities) of the sample programs. What is not here runs on the last one, which draws the same tokens:
 # its filters and penalties are skipped where no row asks for them, and every further program costs seconds at start.
@@ -45,7 +45,7 @@ class SampleKey:
 class Buckets:
     """All program keys for the given limits.
 
-    Token buckets are 1, 4, 8 ... 64 and then 128, 512, 2048, 8192, each below ``max_num_batched_tokens``, which is
+    Token buckets are 1, 4, 8 ... 64 and then 128, 256, 512, 2048, 8192, each below ``max_num_batched_tokens``, which is
     the last one. Where ``max_num_seqs`` is above 64, powers of two go on up to it, so that a step of decode rows
     alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``.
     """

@@ -12,7 +12,7 @@ def plan_of(num_decode: int, *chunks: int, targets: bool = False):
 
 def test_cpu_default_has_at_most_nine_forward_programs():
     buckets = Buckets(64, 512)
-    assert buckets.token_buckets == (1, 4, 8, 16, 32, 64, 128, 512)
+    assert buckets.token_buckets == (1, 4, 8, 16, 32, 64, 128, 256, 512)
     assert buckets.row_buckets == (1, 4, 8, 16, 32, 64)
     assert all(key.num_rows == min(key.num_tokens, 64) for key in buckets.forward)
 
@@ -27,9 +27,9 @@ def test_gpu_default_reaches_all_rows_in_doubling_steps():
     ("num_seqs", "budget", "tokens"),
     [
         (3, 100, (1, 3, 4, 8, 16, 32, 64, 100)),
-        (1, 512, (1, 4, 8, 16, 32, 64, 128, 512)),
+        (1, 512, (1, 4, 8, 16, 32, 64, 128, 256, 512)),
         (64, 20, (1, 4, 8, 16, 20)),
-        (100, 5000, (1, 4, 8, 16, 32, 64, 100, 128, 512, 2048, 5000)),
+        (100, 5000, (1, 4, 8, 16, 32, 64, 100, 128, 256, 512, 2048, 5000)),
         (8, 1, (1,)),
     ],
 )
@@ -47,7 +47,8 @@ def test_limits_need_not_be_powers_of_two(num_seqs, budget, tokens):
         (64, (), (64, 64)),
         (3, (2, 3), (8, 8)),
         (63, (2,), (128, 64)),
-        (0, (129,), (512, 64)),
+        (0, (129,), (256, 64)),
+        (0, (257,), (512, 64)),
         (60, (400, 52), (512, 64)),
     ],
 )
