@@ -192,16 +192,20 @@ def test_a_model_that_is_not_there_costs_no_process(monkeypatch):
         run(AsyncEngine.start(config().replace(model="/does/not/exist")))
 
 
+def children() -> set[str]:
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
 def test_a_cancelled_start_leaves_no_process():
     async def main():
-        lines = []
+        lines, before = [], children()
         starting = asyncio.ensure_future(start("hangs", progress=lines.append))
         await until(lambda: "hanging" in lines, 20)
-        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        engine = children() - before  # other tests of this process may have left theirs
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert children and not any(alive(pid) for pid in children)
+        assert engine and not any(alive(pid) for pid in engine)
 
     run(main())
 
