@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.reference import paged_attention_xla
+from pallas_kernels.platform import CPU, Backend, Target
+
+__all__ = ["choose", "paged_attention"]
+
+MAX_HEAD_DIM = 256
 
 
 def paged_attention(
@@ -17,19 +27,29 @@ def paged_attention(
     positions: jax.Array,  # int32 [T]
     query_starts: jax.Array,  # int32 [S]
     query_lens: jax.Array,  # int32 [S]
-    context_lens: jax.Array,  # int32 [S]
+    context_lens: jax.Array,  # int32 [S]  of a decode row: its token's position + 1
     num_decode: jax.Array,  # int32 []  rows [:num_decode] have one token, token i = row i
     num_rows: jax.Array,  # int32 []
     num_tokens: jax.Array,  # int32 []
     scale: float,
     window: int | None = None,  # tokens a query sees, itself included
+    soft_cap: float | None = None,  # logits become soft_cap * tanh(logits / soft_cap), before bias and mask (Gemma 2)
+    sinks: jax.Array | None = None,  # float32 [N]  a logit per head that joins the softmax's denominator (GPT-OSS)
+    alibi: jax.Array | None = None,  # float32 [N]  slopes: logits += slope * (key position - query position)
+    kv_scales: jax.Array | None = None,  # float32 [L, 2, blocks, K, B]  stored number * scale = value (1-byte pools)
+    target: Target = CPU,
+    backend: Backend = "auto",
 ) -> jax.Array:
     """Causal attention: token t of row r attends to positions ``max(0, p - window + 1) .. p`` with p = positions[t].
 
-    Returns [T, N, H] in q's dtype; padding tokens give finite values that nobody reads. Any GQA ratio N / K.
-    Work follows the longest context, not the width of the table.
+    Returns [T, N, H] in q's dtype; padding tokens give finite values that nobody reads. Any GQA ratio N / K. Sums are
+    float32. Work follows the contexts, not the width of the table; what lies in unused places of the pool, NaN too,
+    never shows. Raises ``NotImplementedError`` where the body that ``choose`` picks cannot serve the case.
     """
-    return paged_attention_xla(
+    if (pool.dtype.itemsize == 1) != (kv_scales is not None):
+        raise ValueError(f"kv_scales belong to 1-byte pools and only to them; the pool is {pool.dtype}")
+    body = choose(q, pool, target=target, backend=backend)
+    return BODIES[body](
         q,
         pool,
         layer=layer,
@@ -44,4 +64,51 @@ def paged_attention(
         num_tokens=num_tokens,
         scale=scale,
         window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        alibi=alibi,
+        kv_scales=kv_scales,
+        target=target,
     )
+
+
+def _triton(*args: Any, **kwargs: Any) -> jax.Array:
+    from pallas_kernels.paged_attention.triton import paged_attention_triton
+
+    return paged_attention_triton(*args, **kwargs)
+
+
+BODIES: dict[str, Callable[..., jax.Array]] = {"xla": paged_attention_xla, "triton": _triton}
+
+
+def choose(
+    q: jax.ShapeDtypeStruct | jax.Array,
+    pool: jax.ShapeDtypeStruct | jax.Array,
+    *,
+    target: Target,
+    backend: Backend = "auto",
+) -> str:
+    """The name of the body in ``BODIES`` that serves this case; only shapes and dtypes of q and pool are read.
+
+    Raises ``NotImplementedError`` where the case needs what the card or the kernels do not have.
+    """
+    name = ("triton" if target.runs_pallas else "xla") if backend == "auto" else backend
+    if name == "xla":
+        return name
+    if name not in BODIES:
+        raise NotImplementedError(f"paged attention has no body named {name!r}: {', '.join(BODIES)}")
+    if not target.runs_pallas:
+        raise NotImplementedError(f"the {name} body needs an NVIDIA card of compute capability 8.0 or above")
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise NotImplementedError(f"the {name} body serves head dims up to {MAX_HEAD_DIM}, not {q.shape[-1]}")
+    floats = (jnp.float32, jnp.bfloat16, jnp.float16)
+    if q.dtype not in floats or pool.dtype not in (*floats, jnp.int8, jnp.float8_e4m3fn):
+        raise NotImplementedError(f"the {name} body has no form for queries {q.dtype} over KV {pool.dtype}")
+    if pool.dtype == jnp.float8_e4m3fn and not target.has_fp8:
+        raise NotImplementedError("a float8_e4m3fn KV pool needs compute capability 8.9 or above")
+    if pool.dtype.itemsize == 1 and 2**31 < math.prod(pool.shape) <= 2**32:
+        raise NotImplementedError(
+            "a 1-byte KV pool of 2 to 4 GiB: Pallas counts its elements in 32 bits up to 4 GiB, and they overflow "
+            "from 2 GiB on; take a pool of at most 2 GiB or of more than 4 GiB per device"
+        )
+    return name

@@ -12,9 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.platform import CPU, Target
+
 TILE = 64  # query tokens of one sequence that share each gather of its blocks
 TILE_BLOCKS = 16  # KV blocks a tile takes in at once
 GATHER = 128  # decode rows x blocks in one gather: larger spills the cache, smaller loses to loop overhead
+
+
+class _Logits(NamedTuple):
+    """What turns products into logits, and stored numbers into keys and values."""
+
+    soft_cap: float | None
+    sinks: jax.Array | None  # float32 [K, G]
+    alibi: jax.Array | None  # float32 [K, G]
+    kv_scales: jax.Array | None  # float32 [L, 2, blocks, K, B]
 
 
 class _Softmax(NamedTuple):
@@ -29,9 +40,21 @@ def _start(shape: tuple[int, ...], dim: int) -> _Softmax:
     return _Softmax(jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape), jnp.zeros((*shape, dim)))
 
 
-def _absorb(state: _Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> _Softmax:
-    """q [X, K, Q, H]; k, v [X, K, C, H]; seen bool [X, Q or 1, C]."""
+def _absorb(
+    state: _Softmax,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    soft_cap: float | None,
+    bias: jax.Array | None,
+) -> _Softmax:
+    """q [X, K, Q, H]; k, v [X, K, C, H]; seen bool [X, Q or 1, C]; bias float32 [X, K, Q, C]."""
     s = jnp.einsum("xkqh,xkch->xkqc", q, k, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        s = jnp.float32(soft_cap) * jnp.tanh(s / jnp.float32(soft_cap))
+    if bias is not None:
+        s = s + bias
     s = jnp.where(seen[:, None], s, -jnp.inf)
     top = jnp.maximum(state.top, s.max(-1))
     safe = jnp.where(jnp.isfinite(top), top, jnp.float32(0))  # rows that have seen nothing yet
@@ -43,16 +66,25 @@ def _absorb(state: _Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax
     return _Softmax(top, state.total * fade + p.sum(-1), state.acc * fade[..., None] + pv)
 
 
-def _result(state: _Softmax) -> jax.Array:
+def _result(state: _Softmax, sinks: jax.Array | None) -> jax.Array:
+    """Values over weights; sinks float32 [K, Q] are weights without a value."""
+    if sinks is not None:
+        top = jnp.maximum(state.top, sinks[None])
+        fade = jnp.exp(state.top - top)
+        return state.acc * (fade / (state.total * fade + jnp.exp(sinks[None] - top)))[..., None]
     return state.acc / jnp.maximum(state.total, jnp.float32(1e-30))[..., None]
 
 
-def _gather(pool: jax.Array, layer: int | jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather(
+    pool: jax.Array, scales: jax.Array | None, layer: int | jax.Array, blocks: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """blocks int32 [X, C] -> keys and values, float32 [X, K, C * B, H]."""
     rows, count = blocks.shape
 
     def take(which: int) -> jax.Array:
         x = pool[layer, which, blocks].astype(jnp.float32)  # [X, C, K, B, H]
+        if scales is not None:
+            x = x * scales[layer, which, blocks][..., None]
         return jnp.moveaxis(x, 2, 1).reshape(rows, pool.shape[3], count * pool.shape[4], pool.shape[5])
 
     return take(0), take(1)
@@ -72,8 +104,20 @@ def _chunks(first: jax.Array, last: jax.Array, size: int, window: int | None) ->
     return low, (last + size) // size
 
 
+def _distance(positions: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """positions int32 [..., Q] -> float32 [..., Q, count]: from each to the tokens first .. first + count - 1."""
+    at = first + jnp.arange(count, dtype=jnp.int32)
+    return (at.reshape((1,) * positions.ndim + (count,)) - positions[..., None]).astype(jnp.float32)
+
+
 def _decode(
-    q: jax.Array, pool: jax.Array, layer: int | jax.Array, tables: jax.Array, positions: jax.Array, window: int | None
+    q: jax.Array,
+    pool: jax.Array,
+    layer: int | jax.Array,
+    tables: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    logits: _Logits,
 ) -> jax.Array:
     """q [X, K, G, H] scaled; tables int32 [X, P]; positions int32 [X], -1: nothing to do. Returns [X, K, G, H]."""
     rows, block = q.shape[0], pool.shape[4]
@@ -81,13 +125,17 @@ def _decode(
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
 
     def body(j: jax.Array, state: _Softmax) -> _Softmax:
-        k, v = _gather(pool, layer, lax.dynamic_slice_in_dim(tables, j * count, count, 1))
+        k, v = _gather(pool, logits.kv_scales, layer, lax.dynamic_slice_in_dim(tables, j * count, count, 1))
         seen = _seen(positions, j * (count * block), count * block, window)
-        return _absorb(state, q, k, v, seen[:, None])
+        bias = None
+        if logits.alibi is not None:
+            distance = _distance(positions, j * (count * block), count * block)
+            bias = logits.alibi[None, :, :, None] * distance[:, None, None]
+        return _absorb(state, q, k, v, seen[:, None], logits.soft_cap, bias)
 
     first = jnp.min(jnp.where(positions < 0, jnp.int32(2**30), positions))
     low, high = _chunks(first, jnp.max(positions), count * block, window)
-    return _result(lax.fori_loop(low, high, body, _start(q.shape[:3], q.shape[3])))
+    return _result(lax.fori_loop(low, high, body, _start(q.shape[:3], q.shape[3])), logits.sinks)
 
 
 def _prefill(
@@ -100,6 +148,7 @@ def _prefill(
     query_lens: jax.Array,  # 0 for rows that are no prefill rows
     context_lens: jax.Array,
     window: int | None,
+    logits: _Logits,
 ) -> jax.Array:
     tokens, kv_heads, group, dim = q.shape
     block, tile = pool.shape[4], min(TILE, tokens)
@@ -107,6 +156,7 @@ def _prefill(
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
     tiles = (query_lens + tile - 1) // tile  # [S]
     ends = jnp.cumsum(tiles)
+    sinks, slopes = (None if x is None else jnp.repeat(x, tile, 1) for x in (logits.sinks, logits.alibi))
 
     def one_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         row = jnp.sum((ends <= i).astype(jnp.int32))
@@ -121,13 +171,17 @@ def _prefill(
         qt = jnp.moveaxis(qt, 0, 2).reshape(1, kv_heads, group * tile, dim)
 
         def body(j: jax.Array, state: _Softmax) -> _Softmax:
-            k, v = _gather(pool, layer, lax.dynamic_slice(tables, (row, j * count), (1, count)))
+            k, v = _gather(pool, logits.kv_scales, layer, lax.dynamic_slice(tables, (row, j * count), (1, count)))
             seen = _seen(positions, j * (count * block), count * block, window)
-            return _absorb(state, qt, k, v, jnp.tile(seen, (group, 1))[None])
+            bias = None
+            if slopes is not None:
+                distance = _distance(positions, j * (count * block), count * block)
+                bias = (slopes[:, :, None] * jnp.tile(distance, (group, 1))[None])[None]
+            return _absorb(state, qt, k, v, jnp.tile(seen, (group, 1))[None], logits.soft_cap, bias)
 
         low, high = _chunks(begin + offset, stop - 1 + offset, count * block, window)
         state = lax.fori_loop(low, high, body, _start((1, kv_heads, group * tile), dim))
-        o = jnp.moveaxis(_result(state).reshape(kv_heads, group, tile, dim), 2, 0)
+        o = jnp.moveaxis(_result(state, sinks).reshape(kv_heads, group, tile, dim), 2, 0)
         kept = lax.dynamic_slice_in_dim(out, start, tile, 0)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(ours[:, None, None, None], o, kept), start, 0)
 
@@ -150,14 +204,22 @@ def paged_attention_xla(
     num_tokens: jax.Array,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    alibi: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
+    target: Target = CPU,
 ) -> jax.Array:
     """Same arguments as ``pallas_kernels.paged_attention.paged_attention``."""
+    del target  # one form for all
     tokens, heads, dim = q.shape
     rows, kv_heads = block_tables.shape[0], pool.shape[3]
+    sinks, alibi = (None if x is None else x.reshape(kv_heads, heads // kv_heads) for x in (sinks, alibi))
+    logits = _Logits(soft_cap, sinks, alibi, kv_scales)
     scaled = (q.astype(jnp.float32) * jnp.float32(scale)).reshape(tokens, kv_heads, heads // kv_heads, dim)
     if tokens < 16:  # few tokens: each walks its own blocks, and the tile loop need not be compiled
         real = jnp.arange(tokens, dtype=jnp.int32) < num_tokens
-        out = _decode(scaled, pool, layer, block_tables[token_rows], jnp.where(real, positions, -1), window)
+        out = _decode(scaled, pool, layer, block_tables[token_rows], jnp.where(real, positions, -1), window, logits)
         return out.reshape(tokens, heads, dim).astype(q.dtype)
     row = jnp.arange(rows, dtype=jnp.int32)
     count = min(rows, tokens)
@@ -168,8 +230,9 @@ def paged_attention_xla(
         block_tables[:count],
         jnp.where(row < num_decode, context_lens - 1, -1)[:count],
         window,
+        logits,
     )
     out = jnp.zeros_like(scaled).at[:count].set(decode)
     lens = jnp.where((row >= num_decode) & (row < num_rows), query_lens, 0)
-    out = _prefill(scaled, out, pool, layer, block_tables, query_starts, lens, context_lens, window)
+    out = _prefill(scaled, out, pool, layer, block_tables, query_starts, lens, context_lens, window, logits)
     return out.reshape(tokens, heads, dim).astype(q.dtype)
