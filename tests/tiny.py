@@ -19,8 +19,11 @@ VOCAB = 96
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -81,6 +84,8 @@ _LONGROPE = _config(
         "original_max_position_embeddings": 32,
     },
 )
+_QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
+_SHARED = {"shared_expert_intermediate_size": 20, "num_hidden_layers": 4}
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 3}
 
 CASES: dict[str, Case] = {
@@ -123,6 +128,24 @@ CASES: dict[str, Case] = {
     "qwen3_window": Case(
         _config("qwen3", heads=3, kv_heads=3, max_window_layers=2, **_QWEN_WINDOW) | {"head_dim": 18}, (61,)
     ),
+    "mixtral": Case(_config("mixtral", num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral_window": Case(
+        _config("mixtral", num_local_experts=5, num_experts_per_tok=1, sliding_window=7, hidden_act="gelu"), (61, 20)
+    ),
+    "qwen2_moe": Case(_config("qwen2_moe", **_QWEN_MOE | _SHARED, norm_topk_prob=False, mlp_only_layers=[2])),
+    "qwen2_moe_step": Case(
+        _config("qwen2_moe", **_QWEN_MOE | _SHARED | {"decoder_sparse_step": 2}, norm_topk_prob=True, qkv_bias=False)
+    ),
+    "qwen2_moe_window": Case(
+        _config("qwen2_moe", max_window_layers=2, **_QWEN_WINDOW | _QWEN_MOE | _SHARED, norm_topk_prob=True), (61,)
+    ),
+    "qwen3_moe": Case(_config("qwen3_moe", **_QWEN_MOE, norm_topk_prob=True) | {"head_dim": 24}),
+    "qwen3_moe_plain": Case(
+        _config("qwen3_moe", **_QWEN_MOE | {"num_experts_per_tok": 8}, attention_bias=True, mlp_only_layers=[0])
+    ),
+    "qwen3_moe_window": Case(
+        _config("qwen3_moe", **_QWEN_MOE | _QWEN_WINDOW, norm_topk_prob=True, tie_word_embeddings=True), (61,)
+    ),
 }
 
 
@@ -151,6 +174,7 @@ def tensors(name: str, config: dict[str, Any] | None = None) -> dict[str, np.nda
     inner, family = config["intermediate_size"], config["model_type"]
     dim = config.get("head_dim") or hidden // heads
     bias = config.get("attention_bias", False)
+    qkv_bias = bias or (family in ("qwen2", "qwen2_moe") and config.get("qkv_bias", True))
     rng = _rng(name, "weights")
 
     def matrix(out: int, fan_in: int, scale: float = 1.0) -> np.ndarray:
@@ -166,22 +190,48 @@ def tensors(name: str, config: dict[str, Any] | None = None) -> dict[str, np.nda
         if with_bias:
             out[f"{prefix}.bias"] = vector(rows, 0.0, 0.5)
 
+    def mlp(pattern: str, ffn: int, with_bias: bool = False, parts: tuple[str, ...] = ("gate", "up", "down")) -> None:
+        for part, (rows, columns) in zip(parts, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True):
+            linear(pattern.format(part), rows, columns, with_bias, 1.5)
+
+    def experts(layer: str) -> None:
+        if family == "mixtral":
+            linear(f"{layer}.block_sparse_moe.gate", config["num_local_experts"], hidden, False, 2.0)
+            for e in range(config["num_local_experts"]):
+                mlp(f"{layer}.block_sparse_moe.experts.{e}.{{}}", inner, parts=("w1", "w3", "w2"))
+            return
+        linear(f"{layer}.mlp.gate", config["num_experts"], hidden, False, 2.0)
+        for e in range(config["num_experts"]):
+            mlp(f"{layer}.mlp.experts.{e}.{{}}_proj", config["moe_intermediate_size"])
+        if family == "qwen2_moe":
+            linear(f"{layer}.mlp.shared_expert_gate", 1, hidden, False, 2.0)
+            mlp(f"{layer}.mlp.shared_expert.{{}}_proj", config["shared_expert_intermediate_size"])
+
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         for part, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            linear(f"{layer}.self_attn.{part}_proj", size * dim, hidden, bias or family == "qwen2", 1.5)
+            linear(f"{layer}.self_attn.{part}_proj", size * dim, hidden, qkv_bias, 1.5)
         linear(f"{layer}.self_attn.o_proj", hidden, heads * dim, bias, 1.5)
-        if family == "qwen3":
+        if family in ("qwen3", "qwen3_moe"):
             for part in ("q", "k"):
                 out[f"{layer}.self_attn.{part}_norm.weight"] = vector(dim, 1.3, 0.3)
-        for part, (rows, columns) in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
-            linear(f"{layer}.mlp.{part}_proj", rows, columns, config.get("mlp_bias", False), 1.5)
+        if has_experts(config, i):
+            experts(layer)
+        else:
+            mlp(f"{layer}.mlp.{{}}_proj", inner, config.get("mlp_bias", False))
         for norm in ("input_layernorm", "post_attention_layernorm"):
             out[f"{layer}.{norm}.weight"] = vector(hidden, 1.0, 0.2)
     out["model.norm.weight"] = vector(hidden, 1.0, 0.2)
     if not config["tie_word_embeddings"]:
         out["lm_head.weight"] = matrix(VOCAB, hidden, 2.0)
     return out
+
+
+def has_experts(config: dict[str, Any], layer: int) -> bool:
+    if config["model_type"] == "mixtral":
+        return True
+    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers", [])
+    return config["model_type"].endswith("_moe") and layer not in dense and (layer + 1) % step == 0
 
 
 def checksum(weights: dict[str, np.ndarray]) -> str:

@@ -14,12 +14,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lmjax.models.params import AttentionParams, DecoderParams, LayerParams, abstract_params, init_params
+from lmjax.models.params import (
+    AttentionParams,
+    DecoderParams,
+    LayerParams,
+    MlpParams,
+    MoeParams,
+    abstract_params,
+    init_params,
+)
 from lmjax.models.rope import inverse_frequencies
-from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec
+from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from lmjax.nn.batch import Batch
 from lmjax.nn.linear import linear, matmul
 from lmjax.nn.mlp import gated_mlp
+from lmjax.nn.moe import moe_mlp, shared_expert
 from lmjax.nn.norm import rms_norm
 from lmjax.nn.rope import apply_rope, rope_tables
 from lmjax.types import KVSpec
@@ -139,7 +148,19 @@ def _layer(
     o, pool = _attention(p.attn, kind.attention, h, pool, step, index, eps)
     x = x + o
     h = rms_norm(x, p.mlp.norm, eps)
-    return x + gated_mlp(p.mlp.gate_up, p.mlp.down, h, kind.mlp.activation), pool
+    return x + _mlp(p.mlp, kind.mlp, h, step.batch.num_tokens), pool
+
+
+def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """x [D, T] normed -> the MLP's contribution to the residual [D, T]."""
+    if isinstance(p, MlpParams):
+        return gated_mlp(p.gate_up, p.down, x, m.activation)
+    assert isinstance(m, MoeSpec)
+    e, how = p.experts, {"top_k": m.top_k, "normalise": m.normalise, "activation": m.activation}
+    y = moe_mlp(p.router, e.gate_up, e.down, x, num_tokens, **how)
+    if p.shared is None:
+        return y
+    return y + shared_expert(p.shared.gate, p.shared.gate_up, p.shared.down, x, m.activation)
 
 
 def _attention(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec
+from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec
 
 Index = tuple[int | slice, ...]
 
@@ -68,6 +68,24 @@ _HF = {
     "up": "model.layers.{i}.mlp.up_proj",
     "down": "model.layers.{i}.mlp.down_proj",
 }
+# of a layer with experts; {e} is the expert. Mixtral has its own names, and none for a shared expert.
+_HF_MOE = {
+    "router": "model.layers.{i}.mlp.gate.weight",
+    "expert_gate": "model.layers.{i}.mlp.experts.{e}.gate_proj",
+    "expert_up": "model.layers.{i}.mlp.experts.{e}.up_proj",
+    "expert_down": "model.layers.{i}.mlp.experts.{e}.down_proj",
+    "shared_mix": "model.layers.{i}.mlp.shared_expert_gate.weight",
+    "shared_gate": "model.layers.{i}.mlp.shared_expert.gate_proj",
+    "shared_up": "model.layers.{i}.mlp.shared_expert.up_proj",
+    "shared_down": "model.layers.{i}.mlp.shared_expert.down_proj",
+}
+_HF_MIXTRAL = {
+    "router": "model.layers.{i}.block_sparse_moe.gate.weight",
+    "expert_gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1",
+    "expert_up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3",
+    "expert_down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2",
+}
+_HF_EXPERTS = {"mixtral": _HF_MIXTRAL}  # by model_type, default _HF_MOE
 _GGUF = {
     "embed": "token_embd.weight",
     "norm": "output_norm.weight",
@@ -89,11 +107,16 @@ _GGUF_INTERLEAVED = ("llama", "mistral")  # both are llama.cpp's "llama" archite
 
 def hf_names(spec: DecoderSpec) -> Names:
     """Every parameter's tensors in a Hugging Face checkpoint."""
-    return dict(_names(spec, _HF, interleaved=False))
+    return dict(_names(spec, _HF | _HF_EXPERTS.get(spec.model_type, _HF_MOE), interleaved=False))
 
 
 def gguf_names(spec: DecoderSpec) -> Names:
-    """Every parameter's tensors in a GGUF file; shapes as numpy sees them ([out, in], GGUF's own order reversed)."""
+    """Every parameter's tensors in a GGUF file; shapes as numpy sees them ([out, in], GGUF's own order reversed).
+
+    ValueError for a model with experts: GGUF files of those are not read.
+    """
+    if any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
+        raise ValueError(f"{spec.model_type}: experts in a GGUF file are not supported")
     return dict(_names(spec, _GGUF, interleaved=spec.model_type in _GGUF_INTERLEAVED))
 
 
@@ -113,7 +136,7 @@ def _names(spec: DecoderSpec, table: dict[str, str], interleaved: bool) -> Itera
     d, v = spec.hidden, spec.vocab
     yield "embed", (TensorPart(table["embed"], (v, d)),)
     for i, layer in enumerate(spec.layers):
-        names = {key: value.format(i=i) for key, value in table.items()}
+        names = {key: value.replace("{i}", str(i)) for key, value in table.items()}
         for parameter, parts in _layer(layer, d, names, interleaved):
             yield f"layers.{i}.{parameter}", parts
     yield "norm", (TensorPart(table["norm"], (d,)),)
@@ -132,9 +155,33 @@ def _layer(
         yield "attn.q_norm", (TensorPart(names["q_norm"], (a.head_dim,)),)
         yield "attn.k_norm", (TensorPart(names["k_norm"], (a.head_dim,)),)
     yield "mlp.norm", (TensorPart(names["mlp.norm"], (d,)),)
-    gate_up = tuple(TensorPart(names[key], (m.ffn,), (at,)) for at, key in enumerate(("gate", "up")))
-    yield from _dense("mlp.gate_up", gate_up, d, m.bias)
-    yield from _dense("mlp.down", (TensorPart(names["down"], (d,)),), m.ffn, m.bias)
+    if isinstance(m, MoeSpec):
+        yield from _moe(m, d, names)
+    else:
+        yield from _gated("mlp", names, "", m.ffn, d, m.bias)
+
+
+def _gated(
+    parameter: str, names: dict[str, str], key: str, ffn: int, d: int, bias: bool
+) -> Iterator[tuple[str, tuple[TensorPart, ...]]]:
+    """A gated MLP, whose entries of ``names`` start with ``key``."""
+    gate_up = tuple(TensorPart(names[f"{key}{part}"], (ffn,), (at,)) for at, part in enumerate(("gate", "up")))
+    yield from _dense(f"{parameter}.gate_up", gate_up, d, bias)
+    yield from _dense(f"{parameter}.down", (TensorPart(names[f"{key}down"], (d,)),), ffn, bias)
+
+
+def _moe(m: MoeSpec, d: int, names: dict[str, str]) -> Iterator[tuple[str, tuple[TensorPart, ...]]]:
+    yield "mlp.router", (TensorPart(names["router"], (m.experts, d)),)
+
+    def of_experts(key: str, rows: int, index: Index) -> tuple[TensorPart, ...]:
+        return tuple(TensorPart(names[key].replace("{e}", str(e)), (rows,), (e, *index)) for e in range(m.experts))
+
+    gate_up = of_experts("expert_gate", m.ffn, (0,)) + of_experts("expert_up", m.ffn, (1,))
+    yield from _dense("mlp.experts.gate_up", gate_up, d, False)
+    yield from _dense("mlp.experts.down", of_experts("expert_down", d, ()), m.ffn, False)
+    if m.shared_ffn is not None:
+        yield "mlp.shared.gate", (TensorPart(names["shared_mix"], (1, d)),)
+        yield from _gated("mlp.shared", names, "shared_", m.shared_ffn, d, False)
 
 
 def _qkv(a: AttentionSpec, names: dict[str, str], interleaved: bool) -> tuple[TensorPart, ...]:

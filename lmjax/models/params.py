@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from lmjax.models.spec import AttentionSpec, DecoderSpec, MlpSpec
+from lmjax.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
 from lmjax.nn.weight import Dense
 
 
@@ -34,9 +34,30 @@ class MlpParams:
 
 
 @struct.dataclass
+class ExpertParams:
+    gate_up: Dense  # [E, 2, F, D]
+    down: Dense  # [E, D, F]
+
+
+@struct.dataclass
+class SharedExpertParams:
+    gate: Any  # [1, D]
+    gate_up: Dense  # [2, F, D]
+    down: Dense  # [D, F]
+
+
+@struct.dataclass
+class MoeParams:
+    norm: Any  # [D]
+    router: Any  # [E, D]
+    experts: ExpertParams
+    shared: SharedExpertParams | None = None
+
+
+@struct.dataclass
 class LayerParams:
     attn: AttentionParams
-    mlp: MlpParams
+    mlp: MlpParams | MoeParams
 
 
 @struct.dataclass
@@ -84,11 +105,33 @@ def _attention(a: AttentionSpec, d: int) -> AttentionParams:
     )
 
 
-def _mlp(m: MlpSpec, d: int) -> MlpParams:
+def _mlp(m: MlpSpec | MoeSpec, d: int) -> MlpParams | MoeParams:
+    if isinstance(m, MoeSpec):
+        return _moe(m, d)
     return MlpParams(
         norm=ParamSpec((d,), ("embed",), "ones"),
         gate_up=_dense((2, m.ffn), d, (None, "ffn"), "embed", m.bias),
         down=_dense((d,), m.ffn, ("embed",), "ffn", m.bias),
+    )
+
+
+def _moe(m: MoeSpec, d: int) -> MoeParams:
+    shared = None
+    if m.shared_ffn is not None:
+        shared = SharedExpertParams(
+            gate=ParamSpec((1, d), (None, "embed")),
+            gate_up=_dense((2, m.shared_ffn), d, (None, "ffn"), "embed", False),
+            down=_dense((d,), m.shared_ffn, ("embed",), "ffn", False),
+        )
+    return MoeParams(
+        norm=ParamSpec((d,), ("embed",), "ones"),
+        # every device routes all tokens, whichever experts it holds
+        router=ParamSpec((m.experts, d), (None, "embed")),
+        experts=ExpertParams(
+            gate_up=_dense((m.experts, 2, m.ffn), d, ("experts", None, "expert_ffn"), "embed", False),
+            down=_dense((m.experts, d), m.ffn, ("experts", "embed"), "expert_ffn", False),
+        ),
+        shared=shared,
     )
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmjax.models import llama, mistral, qwen2, qwen3
+from lmjax.models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from lmjax.models.hf_config import HfConfig
 from lmjax.models.spec import DecoderSpec
 
-FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+FAMILIES = {
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
 
-# Fields that change what a model computes and that no family here can apply: refused unless neutral.
+# Fields that change what a model computes: refused unless neutral, or named in the family's ``APPLIES``.
 REFUSED = (
     "quantization_config",
     "compression_config",
@@ -43,7 +51,7 @@ def spec_from_hf(config: dict[str, Any], max_model_len: int | None) -> DecoderSp
             "architectures", architectures, f"[{family.ARCHITECTURE!r}] for this model_type (known: {known})"
         )
     for name in REFUSED:
-        if hf.get(name) not in (None, False, 0, "", [], {}):
+        if name not in getattr(family, "APPLIES", ()) and hf.get(name) not in (None, False, 0, "", [], {}):
             raise hf.error(name, config[name], "absent or null: not supported")
     return family.spec_from_hf(hf, max_model_len)
 

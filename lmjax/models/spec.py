@@ -62,14 +62,27 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """Experts (gated MLPs), of which a router picks ``top_k`` for each token; their outputs are added, each times the
+    router's softmax over all experts. ``shared_ffn``: one more expert for every token, times ``sigmoid(gate(x))``."""
+
+    experts: int  # E
+    top_k: int
+    ffn: int  # F of one expert
+    activation: Activation = "silu"
+    normalise: bool = False  # the picked experts' weights are divided by their sum
+    shared_ffn: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A pre-norm decoder (RMSNorm, rotary attention, gated MLP) of any mix of layers."""
+    """A pre-norm decoder (RMSNorm, rotary attention, gated MLP or experts) of any mix of layers."""
 
     model_type: str
     hidden: int  # D

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from lmjax.nn.linear import linear
 from lmjax.nn.weight import Dense
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
+from pallas_kernels.activation import ACTIVATIONS
 
 
 def gated_mlp(gate_up: Dense, down: Dense, x: jax.Array, activation: str) -> jax.Array:

@@ -20,8 +20,13 @@ def test_hf_names_are_the_checkpoints(name):
     assert {n: part.shape for n, (_, part) in parts.items()} == {n: t.shape for n, t in tensors.items()}
 
 
-@pytest.mark.parametrize("names", [hf_names, gguf_names])
-@pytest.mark.parametrize("name", ["llama_gqa4_dim20", "llama_mha_bias", "mistral_window", "qwen2", "qwen3_bias"])
+DENSE = ["llama_gqa4_dim20", "llama_mha_bias", "mistral_window", "qwen2", "qwen3_bias"]
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [(n, f) for n in DENSE for f in (hf_names, gguf_names)] + [(n, hf_names) for n in ("mixtral", "qwen2_moe")],
+)
 def test_fill_covers_each_parameter_once(name, names):
     leaves = named_leaves(abstract_params(SPECS[name], "float32"))
     table = names(SPECS[name])
@@ -80,6 +85,11 @@ def test_gguf_names():
     }
 
 
+def test_gguf_has_no_experts():
+    with pytest.raises(ValueError, match="mixtral: experts in a GGUF file are not supported"):
+        gguf_names(SPECS["mixtral"])
+
+
 def test_harmless():
     tied, untied = SPECS["llama_tied_gqa3"], SPECS["llama_linear"]
     assert harmless("model.layers.3.self_attn.rotary_emb.inv_freq", untied)
@@ -108,6 +118,12 @@ def test_axes():
     assert specs["layers.0.attn.qkv.weight"].axes == ("kv_heads", None, None, "embed")
     assert specs["layers.0.attn.o.weight"].axes == ("embed", "heads")
     assert specs["layers.1.mlp.gate_up.bias"].axes == (None, "ffn")
+    moe = named_leaves(param_specs(SPECS["qwen2_moe"]))
+    assert all(len(p.axes) == len(p.shape) for p in moe.values())
+    assert moe["layers.0.mlp.router"].axes == (None, "embed")
+    assert moe["layers.0.mlp.experts.gate_up.weight"].axes == ("experts", None, "expert_ffn", "embed")
+    assert moe["layers.0.mlp.experts.down.weight"].axes == ("experts", "embed", "expert_ffn")
+    assert moe["layers.0.mlp.shared.down.weight"].axes == ("embed", "ffn")
     seen = []
     map_named(lambda name, leaf: seen.append(name), param_specs(SPECS["llama_mha_bias"]))
     assert seen == list(specs)

@@ -6,6 +6,7 @@ import pytest
 
 from lmjax.models.names import hf_names, num_values
 from lmjax.models.registry import FAMILIES, dtype_from_hf, spec_from_hf
+from lmjax.models.spec import MoeSpec
 from tests import tiny
 
 LLAMA3_ROPE = {
@@ -51,6 +52,48 @@ REAL = {
         596_049_920,
     ),
     "Qwen3-8B": (config("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128), 8_190_735_360),
+    "Mixtral-8x7B": (
+        config("mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, num_local_experts=8, num_experts_per_tok=2),
+        46_702_792_704,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        config(
+            "qwen2_moe",
+            2048,
+            5632,
+            24,
+            16,
+            16,
+            151936,
+            8192,
+            num_experts=60,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            decoder_sparse_step=1,
+        ),
+        14_315_784_192,
+    ),
+    "Qwen3-30B-A3B": (
+        config(
+            "qwen3_moe",
+            2048,
+            6144,
+            48,
+            32,
+            4,
+            151936,
+            40960,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
+        30_532_122_624,
+    ),
 }
 
 
@@ -115,7 +158,7 @@ def test_mistral_window_absent_is_transformers_default():
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("llama_linear", {"model_type": "gpt2"}, "model_type: got 'gpt2', must be one of llama, mistral, qwen2, qwen3"),
+        ("llama_linear", {"model_type": "gpt2"}, "model_type: got 'gpt2', must be one of llama, mistral, mixtral, "),
         ("llama_linear", {"model_type": None}, "model_type: got None"),
         ("qwen2", {"architectures": ["Qwen2ForSequenceClassification"]}, "architectures: got .*LlamaForCausalLM, "),
         ("llama_linear", {"hidden_act": "tanh"}, "hidden_act: got 'tanh', must be one of silu, "),
@@ -141,12 +184,43 @@ def test_mistral_window_absent_is_transformers_default():
         ("qwen2_window", {"layer_types": ["chunked_attention"] * 3}, "layer_types: .*full_attention or sliding"),
         ("qwen2_window", {"layer_types": ["full_attention"]}, "layer_types: got '1 entries', must be 3 entries"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types: .*use_sliding_window is off"),
+        ("llama_linear", {"num_local_experts": 4}, "num_local_experts: got 4, must be absent or null"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok: got 5, must be at most num_local_experts .4."),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts: missing"),
+        ("qwen2_moe", {"mlp_only_layers": "2"}, "mlp_only_layers: got '2', must be a list of layer indices"),
+        ("qwen2_moe", {"n_routed_experts": 4}, "n_routed_experts: got 4"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: got 0"),
+        ("qwen3_moe", {"num_local_experts": 9}, "num_local_experts: got 9, must be num_experts .8."),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: got 0, must be an integer of at least 1"),
     ],
 )
 def test_refusals(case, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         spec_from_hf(tiny.CASES[case].config | changes, None)
     assert "\n" not in str(caught.value)
+
+
+def test_layers_with_experts():
+    def sparse(name, **changes):
+        spec = spec_from_hf(tiny.CASES[name].config | changes, None)
+        return [isinstance(layer.mlp, MoeSpec) for layer in spec.layers]
+
+    assert sparse("mixtral") == [True, True]
+    assert sparse("qwen2_moe") == [True, True, False, True]
+    assert sparse("qwen2_moe_step") == [False, True, False, True]
+    assert sparse("qwen3_moe", mlp_only_layers=[0, 1]) == [False, False]
+
+
+def test_qwen3_moe_as_transformers_5_saves_it():
+    values = dict(tiny.CASES["qwen3_moe"].config)
+    expected = spec_from_hf(values, None)
+    values["num_local_experts"] = values.pop("num_experts")
+    assert spec_from_hf(values, None) == expected
+
+
+def test_mixtral_theta_absent_is_transformers_default():
+    values = {k: v for k, v in tiny.CASES["mixtral"].config.items() if k != "rope_theta"}
+    assert spec_from_hf(values, None).rope.theta == 1e6
 
 
 @pytest.mark.parametrize(
