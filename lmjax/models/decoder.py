@@ -30,7 +30,7 @@ from lmjax.nn.linear import linear, matmul
 from lmjax.nn.mlp import gated_mlp
 from lmjax.nn.moe import moe_mlp, shared_expert
 from lmjax.nn.norm import rms_norm
-from lmjax.nn.rope import apply_rope, rope_tables
+from lmjax.nn.rope import rope_tables
 from lmjax.types import KVSpec
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
@@ -169,14 +169,20 @@ def _attention(
     """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
     tokens, batch = x.shape[-1], step.batch
     qkv = linear(p.qkv, x)  # [K, G + 2, H, T]
-    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
-    if a.qk_norm:
-        q, k = rms_norm(q, p.q_norm, eps), rms_norm(k, p.k_norm, eps)
-    q, k = apply_rope(q, *step.rope), apply_rope(k, *step.rope)
-    q = q.reshape(a.heads, a.head_dim, tokens).transpose(2, 0, 1)  # [T, N, H]
-    k, v = k.transpose(2, 0, 1), v.transpose(2, 0, 1)  # [T, K, H]
     block_ids, offsets = step.targets[a.group]
-    pool = kv_write(pool, k, v, layer=index, block_ids=block_ids, offsets=offsets)
+    cos, sin = step.rope
+    q, pool, _ = kv_write(
+        qkv,
+        pool,
+        cos=cos,
+        sin=sin,
+        layer=index,
+        block_ids=block_ids,
+        offsets=offsets,
+        q_norm=p.q_norm,
+        k_norm=p.k_norm,
+        eps=eps,
+    )
     o = paged_attention(
         q,
         pool,

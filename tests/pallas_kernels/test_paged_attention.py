@@ -85,7 +85,9 @@ def test_matches_dense(name, heads, kv_heads, dim, window):
 
     @partial(jax.jit, donate_argnums=1)
     def run(q, pool, k, v):
-        pool = kv_write(pool, k, v, layer=layer, block_ids=jnp.asarray(blocks), offsets=jnp.asarray(offsets))
+        by_head = jnp.concatenate([q.reshape(tokens, kv_heads, -1, dim), k[:, :, None], v[:, :, None]], 2)
+        targets = {"block_ids": jnp.asarray(blocks), "offsets": jnp.asarray(offsets)}
+        q, pool, _ = kv_write(by_head.transpose(1, 2, 3, 0), pool, cos=None, sin=None, layer=layer, **targets)
         out = paged_attention(
             q,
             pool,
