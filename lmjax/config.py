@@ -58,6 +58,7 @@ class EngineConfig:
     max_num_queued_tokens: int | None = _opt(None, "most prompt tokens waiting; more get 429")
     # programs
     compilation_cache_dir: str | None = _opt(None, "persistent compile cache (default: under LMJAX_CACHE or ~/.cache)")
+    bundle: str | None = _opt(None, "directory of executables to start from (made by lmjax compile)")
     require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")
     max_logprobs: int = _opt(20, "most log-probabilities a request may ask for")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.core.plan import ExecutorInfo
 from lmjax.models import decoder
-from lmjax.models.registry import dtype_from_hf, spec_from_hf
-from lmjax.models.spec import DecoderSpec
-from lmjax.runtime.buckets import Buckets
-from lmjax.runtime.compiler import CompileMonitor, compile_all
+from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
+from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.inputs import InputPacker
 from lmjax.runtime.jax_executor import JaxExecutor, ModelInfo
 from lmjax.runtime.memory import (
@@ -26,12 +24,14 @@ from lmjax.runtime.memory import (
     gib,
     gpu_pool_budget,
     plan_kv,
+    pool_bytes,
+    pool_is_set,
 )
 from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache
-from lmjax.runtime.programs import Shapes, all_programs, forward_program
-from lmjax.types import KVSpec
+from lmjax.runtime.programs import all_programs
+from lmjax.runtime.resolve import Resolved, num_bytes, program_bytes, resolve
 from lmjax.weights.loader import load_params
-from lmjax.weights.source import ModelSource, resolve_model
+from lmjax.weights.source import resolve_model
 
 log = logging.getLogger(__name__)
 
@@ -50,41 +50,27 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
     use_compilation_cache(config)
     source = resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides or None)
     platform, device_count = describe_platform()
-    spec = _spec(source, config.max_model_len)
-    dtype = _dtype(config, source, platform)
-    kv_specs = decoder.kv_specs(spec, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
-    check_weights_fit(_num_bytes(decoder.abstract_params(spec, dtype)), _free_memory(platform))
+    resolved = resolve(config, source, platform)
+    spec, dtype, kv_specs = resolved.spec, resolved.dtype, resolved.kv_specs
+    check_weights_fit(num_bytes(decoder.abstract_params(spec, dtype)), _free_memory(platform))
+    bundle = usable_bundle(resolved, jax.devices()[:1], tell)
     tell("loading weights")
     params = load_params(source, spec, dtype, config.load_format, config.seed, _in_tenths(tell))
 
-    num_seqs = config.max_num_seqs or (256 if platform == "gpu" else 64)
-    budget = _token_budget(config, spec, platform)
     tell("sizing the KV pool")
-    plan = _plan_memory(config, spec, dtype, kv_specs, platform, num_seqs, budget)
-    spec = _spec(source, plan.max_model_len)  # some rotary embeddings depend on the served length
-    shapes = Shapes(
-        spec=spec,
-        dtype=dtype,
-        kv_specs=kv_specs,
-        num_blocks=plan.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=num_seqs,
-        max_model_len=plan.max_model_len,
-        max_logprobs=config.max_logprobs,
-    )
-    buckets = Buckets(num_seqs, min(budget, num_seqs * plan.max_model_len))
-    wanted = all_programs(shapes, buckets)
-    tell(f"compiling {len(wanted)} programs, the largest first")
-    programs = compile_all(wanted, progress)
+    plan, bundle = _plan_memory(resolved, bundle, tell)
+    shapes = resolved.shapes(plan.num_blocks, plan.max_model_len)
+    buckets = resolved.buckets(plan.max_model_len)
+    programs = _make_programs(all_programs(shapes, buckets), bundle, tell)
     tell("allocating the KV pool")
     return JaxExecutor(
         info=ExecutorInfo(
             kv_specs=kv_specs,
             num_blocks=plan.num_blocks,
             block_size=config.block_size,
-            max_num_seqs=num_seqs,
+            max_num_seqs=resolved.num_seqs,
             max_model_len=plan.max_model_len,
-            vocab_size=spec.vocab,
+            vocab_size=shapes.spec.vocab,
             max_logprobs=config.max_logprobs,
             token_buckets=buckets.token_buckets,
         ),
@@ -104,7 +90,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
         programs=programs,
         packer=InputPacker(
             buckets,
-            max_num_seqs=num_seqs,
+            max_num_seqs=resolved.num_seqs,
             block_size=config.block_size,
             num_groups=len(kv_specs),
         ),
@@ -112,56 +98,36 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
     )
 
 
-def _spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
-    try:
-        return spec_from_hf(source.config, max_model_len)
-    except ValueError as error:
-        raise ConfigError(f"--model: {source.path}: {error}") from error
-
-
-def _dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:
-    if config.dtype != "auto":
-        return config.dtype
-    if platform == "cpu":
-        return "float32"  # a CPU converts narrower weights again on every call
-    return dtype_from_hf(source.config) or "bfloat16"
-
-
-def _token_budget(config: EngineConfig, spec: DecoderSpec, platform: str) -> int:
-    if config.enable_chunked_prefill:
-        return config.max_num_batched_tokens or (2048 if platform == "gpu" else 512)
-    if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < spec.max_len:
-        raise ConfigError(
-            f"--max-num-batched-tokens: got {config.max_num_batched_tokens}, must be at least the context length "
-            f"({spec.max_len}) where chunked prefill is switched off"
-        )
-    return config.max_num_batched_tokens or spec.max_len
-
-
-def _plan_memory(
-    config: EngineConfig,
-    spec: DecoderSpec,
-    dtype: str,
-    kv_specs: tuple[KVSpec, ...],
-    platform: str,
-    num_seqs: int,
-    num_batched: int,
-) -> KVPlan:
+def _plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tuple[KVPlan, Bundle | None]:
+    """The pool's size, and the bundle if its programs are for that size: it has the last word where its pool fits."""
+    config, platform = resolved.config, resolved.platform
     available = _free_memory(platform)
     if platform == "gpu":
         limit, used = _device_memory()
-        pool_budget = gpu_pool_budget(limit, used, _program_bytes(config, spec, dtype, kv_specs, num_seqs, num_batched))
+        budget = gpu_pool_budget(limit, used, bundle.pool.program_bytes if bundle else program_bytes(resolved))
     else:
-        pool_budget = cpu_pool_budget(available)
-    plan = plan_kv(
-        kv_specs,
-        config,
-        model_max_len=spec.max_len,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=num_batched,
-        budget=pool_budget,
-        available=available,
-    )
+        budget = cpu_pool_budget(available)
+
+    def size(num_blocks: tuple[int, ...] | None = None) -> KVPlan:
+        return plan_kv(
+            resolved.kv_specs,
+            config,
+            model_max_len=resolved.spec.max_len,
+            max_num_seqs=resolved.num_seqs,
+            max_num_batched_tokens=resolved.num_batched,
+            budget=budget,
+            available=available,
+            num_blocks=num_blocks,
+        )
+
+    plan = size()
+    if bundle and plan.num_blocks != bundle.pool.num_blocks:
+        wanted, room = pool_bytes(resolved.kv_specs, bundle.pool.num_blocks, config.block_size), plan.num_bytes
+        if wanted <= budget and not pool_is_set(config):
+            plan = size(bundle.pool.num_blocks)
+        else:
+            tell(not_used(bundle, f"its KV pool takes {gib(wanted)}, the settings and free memory give {gib(room)}"))
+            bundle = None
     log.info(
         "KV pool: %d tokens in blocks of %d (%s); %.1f requests of the full %d tokens fit at once",
         plan.num_tokens,
@@ -170,27 +136,22 @@ def _plan_memory(
         plan.num_tokens / plan.max_model_len,
         plan.max_model_len,
     )
-    return plan
+    return plan, bundle
 
 
-def _program_bytes(
-    config: EngineConfig, spec: DecoderSpec, dtype: str, kv_specs: tuple[KVSpec, ...], num_seqs: int, num_batched: int
-) -> int:
-    """Temporaries and outputs of the largest program, as XLA plans them. They do not grow with the pool."""
-    shapes = Shapes(
-        spec=spec,
-        dtype=dtype,
-        kv_specs=kv_specs,
-        num_blocks=tuple(2 for _ in kv_specs),
-        block_size=config.block_size,
-        max_num_seqs=num_seqs,
-        max_model_len=spec.max_len,
-        max_logprobs=config.max_logprobs,
-    )
-    key = Buckets(num_seqs, num_batched).prompt_logprobs
-    memory = forward_program(shapes, key).compile().memory_analysis()
-    own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return 2 * own + _num_bytes(shapes.state())  # two steps are in flight; their outputs live side by side
+def _make_programs(wanted: dict[Hashable, Program], bundle: Bundle | None, tell: Progress) -> dict[Hashable, Any]:
+    """The executables, from the bundle where it has them. A program that cannot be loaded is compiled."""
+    loaded: dict[Hashable, Any] = {}
+    if bundle:
+        loaded, failed = load_programs(bundle, wanted, jax.devices()[:1])
+        for name, reason in failed.items():
+            log.warning("bundle %s: %s is compiled: %s", bundle.path, name, reason)
+        tell(f"bundle {bundle.path}: {len(loaded)} programs loaded, {len(failed)} to compile")
+    rest = {key: program for key, program in wanted.items() if key not in loaded}
+    if rest:
+        tell(f"compiling {len(rest)} programs, the largest first")
+        loaded |= compile_all(rest, tell)
+    return loaded
 
 
 def _device_memory() -> tuple[int, int]:
@@ -219,10 +180,6 @@ def _in_tenths(tell: Progress) -> Callable[[int, int], None]:
             tell(f"loading weights: {10 * tenth} % of {gib(total)}")
 
     return listen
-
-
-def _num_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _zeros(tree: Any) -> Any:

@@ -116,14 +116,18 @@ def plan_kv(
     max_num_batched_tokens: int,
     budget: int,
     available: int,
+    num_blocks: tuple[int, ...] | None = None,
 ) -> KVPlan:
     """Blocks of each KV group and the context length.
 
-    budget: bytes that the pool may take if nothing is set; available: bytes that there are at all. Raises
-    ``ConfigError`` with the numbers where an explicit setting does not fit.
+    budget: bytes that the pool may take if nothing is set; available: bytes that there are at all; num_blocks: is
+    taken as it is (a bundle's). Raises ``ConfigError`` with the numbers where an explicit setting does not fit.
     """
     wanted_len = config.max_model_len or model_max_len
-    counts, source = _choose_blocks(specs, config, wanted_len, max_num_seqs, max_num_batched_tokens, budget)
+    if num_blocks is not None:
+        counts, source = num_blocks, "--bundle"
+    else:
+        counts, source = _choose_blocks(specs, config, wanted_len, max_num_seqs, max_num_batched_tokens, budget)
     num_bytes = pool_bytes(specs, counts, config.block_size)
     if num_bytes > available:
         raise ConfigError(
@@ -140,6 +144,11 @@ def plan_kv(
         log.warning("context cut from the model's %d to %d tokens: the KV pool holds no more", wanted_len, length)
     full = [n for n, spec in zip(counts, specs, strict=True) if spec.window is None]
     return KVPlan(counts, length, (min(full or counts) - 1) * config.block_size, num_bytes)
+
+
+def pool_is_set(config: EngineConfig) -> bool:
+    """Whether the settings say how large the pool is."""
+    return config.kv_cache_memory_bytes is not None or config.num_gpu_blocks_override is not None
 
 
 def pool_bytes(specs: tuple[KVSpec, ...], num_blocks: tuple[int, ...], block_size: int) -> int:

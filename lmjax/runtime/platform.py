@@ -49,10 +49,11 @@ def compilation_cache_dir(config: EngineConfig) -> Path:
     if chosen:
         return Path(chosen).expanduser()
     root = Path(os.environ.get("LMJAX_CACHE") or "~/.cache/lmjax").expanduser()
-    return root / "programs" / f"jax-{jax.__version__}-{_cpu_id()}"
+    return root / "programs" / f"jax-{jax.__version__}-{cpu_id()}"
 
 
-def _cpu_id() -> str:
+def cpu_id() -> str:
+    """Differs where the host CPUs' instruction sets do."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

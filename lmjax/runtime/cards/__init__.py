@@ -101,6 +101,18 @@ def card(name: str) -> Card:
     return cards()[name]
 
 
+def card_of(device: jax.Device) -> Card | None:
+    """The card that a device is, if it is known (the names of some have a variant's name behind ours)."""
+    if device.platform not in ("gpu", "cuda"):
+        return None
+    facts = (str(device.compute_capability), int(getattr(device, "core_count", 0)))
+    for known in cards().values():
+        same = facts == (".".join(map(str, known.capability)), known.cores)
+        if same and device.device_kind.startswith(known.device_name):
+            return known
+    return None
+
+
 def topology(card: Card, devices: int = 1) -> tuple[jax.Device, ...]:
     """Devices to compile for (they hold nothing and run nothing), ``DEVICES_PER_HOST`` to a host.
 

@@ -1,0 +1,98 @@
+"""What must be equal for an executable to be used again: versions, device, model, settings, sources."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from lmjax.runtime import cards
+from lmjax.runtime.compiler import Program
+from lmjax.runtime.platform import cpu_id
+from lmjax.runtime.resolve import Resolved
+
+# what programs are made of; the tuned tiles (JSON) lie among the kernels
+_SOURCES = ("pallas_kernels", "lmjax/models", "lmjax/nn", "lmjax/runtime", "lmjax/sampling")
+# XLA flags that change no program
+_NEUTRAL_FLAGS = ("--xla_dump", "--xla_gpu_dump_autotune", "--xla_gpu_load_autotune", "--xla_force_host_platform")
+
+
+def identity(resolved: Resolved, devices: list[jax.Device]) -> dict[str, str]:
+    """Named facts as text. The pool's size, and the context that was cut to it, are results: a bundle has its own."""
+    spec, config = resolved.spec, resolved.config
+    return {
+        **versions(devices[0]),
+        **device_facts(devices[0]),
+        "number of devices": str(len(devices)),
+        "model": f"{spec.model_type} of {len(spec.layers)} layers, {digest(repr(replace(spec, max_len=0)))}",
+        "--max-model-len": str(spec.max_len),
+        "--dtype": resolved.dtype,
+        "--kv-cache-dtype": ", ".join(str(kv.dtype) for kv in resolved.kv_specs),
+        "--block-size": str(config.block_size),
+        "--max-num-seqs": str(resolved.num_seqs),
+        "--max-num-batched-tokens": str(resolved.num_batched),
+        "--max-logprobs": str(config.max_logprobs),
+        "XLA_FLAGS": xla_flags(),
+        "lmjax's sources": sources_digest(),
+    }
+
+
+def versions(device: jax.Device) -> dict[str, str]:
+    found = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return found if device.platform == "cpu" else found | {"plugin": _plugin_version()}
+
+
+def _plugin_version() -> str:
+    for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def device_facts(device: jax.Device) -> dict[str, str]:
+    if device.platform == "cpu":
+        return {"device": "cpu", "instruction set": cpu_id()}
+    card = cards.card_of(device)
+    return {
+        "device": card.name if card else device.device_kind,
+        "compute capability": str(device.compute_capability),
+    }
+
+
+def xla_flags() -> str:
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(sorted(flag for flag in flags if not flag.startswith(_NEUTRAL_FLAGS)))
+
+
+@cache
+def sources_digest() -> str:
+    root = Path(__file__).parents[2]
+    found = hashlib.sha256()
+    for folder in _SOURCES:
+        for path in sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".json")):
+            found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def arguments_digest(program: Program) -> str:
+    """Of the program's arguments: tree, shapes, dtypes, where they are placed, which are consumed."""
+    named = jax.tree_util.tree_leaves_with_path(program.arguments)
+    leaves = [(jax.tree_util.keystr(path), str(x.dtype), x.shape, _placement(x)) for path, x in named]
+    return digest(repr((leaves, program.donate)))
+
+
+def _placement(x: Any) -> str:
+    return str(getattr(getattr(x, "sharding", None), "spec", ""))
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
