@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lmjax.config import SchedulerConfig
 from lmjax.core.output import StepOutput
-from lmjax.core.plan import ExecutorInfo, StepPlan
+from lmjax.core.plan import ExecutorInfo, StepPlan, unpack_rows
 from lmjax.core.scheduler import Scheduler
 from lmjax.engine.columns import new_request, step_record
 from lmjax.engine.engine import Engine
@@ -164,10 +164,10 @@ class TokenRecord(msgspec.Struct, array_like=True):
 
 
 def token_records(output: StepOutput) -> list[TokenRecord]:
-    columns = output.logprobs
-    assert columns is not None and len(columns.rows) == len(output.handles)
-    arrays = (output.handles, output.token_ids, columns.logprobs, columns.ranks, columns.top_ids, columns.top_logprobs)
-    return [TokenRecord(*row) for row in zip(*(array.tolist() for array in arrays), strict=True)]
+    handles, rows = output.arrays()
+    columns = unpack_rows(rows)
+    assert len(handles) and output.width > 1
+    return [TokenRecord(*row) for row in zip(*(array.tolist() for array in (handles, *columns)), strict=True)]
 
 
 def encoding_cost(running: int = 256, repeats: int = 5, calls: int = 500) -> dict[str, float]:

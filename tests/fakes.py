@@ -11,7 +11,17 @@ import numpy as np
 
 from lmjax.config import SchedulerConfig
 from lmjax.core.output import StepOutput
-from lmjax.core.plan import ExecutorInfo, PromptLogprobs, SlotLoad, StepPlan, StepResult
+from lmjax.core.plan import (
+    ExecutorInfo,
+    PromptLogprobs,
+    SlotLoad,
+    StepPlan,
+    StepResult,
+    TokenColumns,
+    pack_rows,
+    row_width,
+    unpack_rows,
+)
 from lmjax.core.request import NewRequest
 from lmjax.core.scheduler import Scheduler
 from lmjax.types import KVSpec, SamplingParams
@@ -154,13 +164,11 @@ class FakeExecutor:
             self.loads[load.slot] = load
         rows = plan.num_rows
         token_ids = ((plan.starts * 7 + plan.slots * 13) % (self.info.vocab_size - 8) + 8).astype(np.int32)
-        result = StepResult(token_ids)
-        if self.logprobs:
-            k = self.info.max_logprobs
-            result.logprobs, result.ranks = np.zeros(rows, np.float32), np.ones(rows, np.int32)
-            result.top_ids = np.zeros((rows, k), np.int32)
-            result.top_logprobs = np.zeros((rows, k), np.float32)
-        return result
+        if not self.logprobs:
+            return StepResult(token_ids[:, None])
+        result = np.zeros((rows, row_width(self.info.max_logprobs)), np.int32)
+        result[:, 0], result[:, 2] = token_ids, 1
+        return StepResult(result)
 
     def _run(self, plan: StepPlan) -> StepResult:
         self._load(plan)
@@ -234,13 +242,12 @@ class FakeExecutor:
             token_ids[row] = self._next_token(load, hashes[row], position)
             self.tokens[slot, position] = token_ids[row]
             wants |= load.params.logprobs is not None
-        result = StepResult(token_ids)
+        result = StepResult(token_ids[:, None])
         if wants:
             low = np.array([h % 1000 for h in hashes])
-            result.logprobs = (-low / 100).astype(np.float32)
-            result.ranks = (low % 7 + 1).astype(np.int32)
-            result.top_ids = ((token_ids[:, None] + np.arange(k)) % self.info.vocab_size).astype(np.int32)
-            result.top_logprobs = (-(low[:, None] + np.arange(k)) / 100).astype(np.float32)
+            top_ids = (token_ids[:, None] + np.arange(k)) % self.info.vocab_size
+            top_logprobs = -(low[:, None] + np.arange(k)) / 100
+            result = StepResult(pack_rows(TokenColumns(token_ids, -low / 100, low % 7 + 1, top_ids, top_logprobs)))
         if plan.target_ids is not None:
             result.prompt_logprobs = self._prompt_logprobs(plan)
         return result
@@ -268,16 +275,9 @@ class FakeExecutor:
                 assert (np.diff(positions) == 1).all(), "targets with a gap"
                 values = np.array([_hash(ids[i : i + 1], positions[i : i + 1]) % 1000 for i in range(len(ids))])
                 top = (ids[:, None] + np.arange(k)) % self.info.vocab_size
-                found.append(
-                    PromptLogprobs(
-                        int(plan.handles[row]),
-                        int(positions[0]),
-                        (-values / 100).astype(np.float32),
-                        (values % 5 + 1).astype(np.int32),
-                        top.astype(np.int32),
-                        np.tile((-values / 100).astype(np.float32)[:, None], (1, k)),
-                    )
-                )
+                likely = np.tile((-values / 100)[:, None], (1, k))
+                rows = pack_rows(TokenColumns(ids, -values / 100, values % 5 + 1, top, likely))
+                found.append(PromptLogprobs(int(plan.handles[row]), int(positions[0]), rows))
         return found
 
 
@@ -302,14 +302,14 @@ class Driver:
         self.scheduler = Scheduler(config, executor.info)
         self.executor, self.overlap, self.check = executor, overlap, check
         self.answers: dict[int, Answer] = {}
-        self._asked: dict[int, int] = {}
+        self._asked: dict[int, int | None] = {}
         self._in_flight: deque[tuple[StepPlan, _InFlight]] = deque()
         self.outputs: list[StepOutput] = []
 
     def add(self, request: NewRequest) -> None:
         for handle in range(request.handle, request.handle + request.params.n):
             self.answers[handle] = Answer()
-            self._asked[handle] = request.params.logprobs or 0
+            self._asked[handle] = request.params.logprobs
         self.scheduler.add(request)
 
     def step(self) -> bool:
@@ -345,22 +345,24 @@ class Driver:
         for started in output.started:
             assert self.answers[started.handle].num_cached == -1, "started twice"
             self.answers[started.handle].num_cached = started.num_cached_tokens
-        for handle, token in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True):
+        handles, rows = output.arrays()
+        for handle, token in zip(handles.tolist(), rows[:, 0].tolist(), strict=True):
             answer = self.answers[handle]
             assert answer.reason is None, "a token after the end"
             answer.token_ids.append(token)
-        columns = output.logprobs
-        if columns is not None:
-            for i, row in enumerate(columns.rows.tolist()):
-                handle = int(output.handles[row])
-                top_ids = tuple(columns.top_ids[i, : self._asked[handle]].tolist())
-                entry = (float(columns.logprobs[i]), int(columns.ranks[i]), top_ids)
-                self.answers[handle].logprobs.append(entry)
-        for prompt in output.prompt_logprobs:
+        if output.width > 1:
+            columns = unpack_rows(rows)
+            for i, handle in enumerate(handles.tolist()):
+                if (k := self._asked[handle]) is not None:
+                    top_ids = tuple(columns.top_ids[i, :k].tolist())
+                    entry = (float(columns.logprobs[i]), int(columns.ranks[i]), top_ids)
+                    self.answers[handle].logprobs.append(entry)
+        for prompt in output.prompt_rows:
             answer = self.answers[prompt.handle]
-            for i in range(len(prompt.logprobs)):
+            columns = unpack_rows(np.asarray(prompt.rows))
+            for i in range(len(columns.ranks)):
                 assert prompt.first + i not in answer.prompt_logprobs, "a prompt log-probability came twice"
-                answer.prompt_logprobs[prompt.first + i] = (float(prompt.logprobs[i]), int(prompt.ranks[i]))
+                answer.prompt_logprobs[prompt.first + i] = (float(columns.logprobs[i]), int(columns.ranks[i]))
         for end in output.finished:
             answer = self.answers[end.handle]
             assert answer.reason is None, "ended twice"

@@ -1,17 +1,15 @@
-"""What one step has for the front end, in columns. Fields mirror the records that cross to it."""
+"""What one step has for the front end. Fields mirror the record that crosses to it, so nothing is converted there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from lmjax.core.plan import PromptLogprobs, StepResult
-from lmjax.types import FinishReason
+from lmjax.core.plan import row_width
 
 
-@dataclass(slots=True)
-class StartedEvent:
+class Started(NamedTuple):
     """A request got its first slot. Given once for each handle. ``scheduled``: seconds of time.monotonic()."""
 
     handle: int
@@ -19,79 +17,41 @@ class StartedEvent:
     scheduled: float
 
 
-@dataclass(slots=True)
-class FinishedEvent:
-    """``stop_reason``: the stop token if it is one of ``stop_token_ids``, None for eos."""
+class Finished(NamedTuple):
+    """``reason``: stop, length, abort or error. ``stop_reason``: the token that stopped the request."""
 
     handle: int
-    reason: FinishReason
+    reason: str
     stop_reason: int | None = None
     message: str | None = None
     queue_full: bool = False
 
 
-@dataclass(slots=True)
-class LogprobOutput:
-    """Of those rows of the step's output that asked; ``k``: most top entries that one of them asked for."""
-
-    rows: np.ndarray  # int32 [n], indices into StepOutput.handles
-    logprobs: np.ndarray  # float32 [n]
-    ranks: np.ndarray  # int32 [n], from 1
-    k: int
-    top_ids: np.ndarray  # int32 [n, k], best first
-    top_logprobs: np.ndarray  # float32 [n, k]
-
-
-@dataclass(slots=True)
-class PromptLogprobOutput:
+class PromptRows(NamedTuple):
     """Of the prompt tokens at positions ``first`` .. ``first + n - 1``."""
 
     handle: int
     first: int
-    logprobs: np.ndarray  # float32 [n]
-    ranks: np.ndarray  # int32 [n]
-    k: int
-    top_ids: np.ndarray  # int32 [n, k]
-    top_logprobs: np.ndarray  # float32 [n, k]
+    width: int
+    rows: bytes  # int32 [n, width], token rows (see core.plan.row_width); a memoryview until it was sent
 
 
-@dataclass(slots=True)
-class StepOutput:
-    handles: np.ndarray  # int64 [n]
-    token_ids: np.ndarray  # int32 [n]
-    logprobs: LogprobOutput | None = None
-    prompt_logprobs: list[PromptLogprobOutput] = field(default_factory=list)
-    started: list[StartedEvent] = field(default_factory=list)
-    finished: list[FinishedEvent] = field(default_factory=list)
+class StepOutput(NamedTuple):
+    """Buffers, not arrays: they are sent as they are."""
+
+    handles: memoryview  # int64 [n]
+    width: int  # columns of a row
+    rows: memoryview  # int32 [n, width], token rows (see core.plan.row_width)
+    prompt_rows: list[PromptRows]
+    started: list[Started]
+    finished: list[Finished]
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """handles [n] and token rows [n, width]."""
+        return np.asarray(self.handles), np.asarray(self.rows).reshape(-1, self.width)
 
 
-def reduce_logprobs(result: StepResult, emitted: np.ndarray, asked: np.ndarray) -> LogprobOutput | None:
-    """Keeps what was asked for (views of the result where that is its first rows).
-
-    ``emitted``: int [n], ascending, the result's rows that are given out. ``asked``: int [n], top entries asked for,
-    -1: none.
-    """
-    if result.logprobs is None or not len(emitted):
-        return None
-    assert result.ranks is not None and result.top_ids is not None and result.top_logprobs is not None
-    rows = (asked >= 0).nonzero()[0]
-    if not len(rows):
-        return None
-    k = int(np.maximum.reduce(asked))
-    # emitted is ascending; the result's first rows need no copy
-    first_rows = emitted[rows[-1]] == len(rows) - 1
-    source: np.ndarray | slice = slice(len(rows)) if first_rows else emitted[rows]
-    return LogprobOutput(
-        rows.astype(np.int32),
-        result.logprobs[source],
-        result.ranks[source],
-        k,
-        result.top_ids[source][:, :k],
-        result.top_logprobs[source][:, :k],
-    )
-
-
-def reduce_prompt_logprobs(entry: PromptLogprobs, k: int) -> PromptLogprobOutput:
-    return PromptLogprobOutput(
-        entry.handle, entry.first, entry.logprobs, entry.ranks, k, entry.top_ids[:, :k], entry.top_logprobs[:, :k]
-    )
+def cut_rows(rows: np.ndarray, k: int | None) -> np.ndarray:
+    """Token rows with the ``k`` best of their pairs, C-contiguous."""
+    width = row_width(k)
+    return rows if width == rows.shape[1] else np.ascontiguousarray(rows[:, :width])

@@ -7,7 +7,7 @@ is on the device in ``tokens[slot, start]``; the other rows are prefill: their t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -61,31 +61,63 @@ class StepPlan:
         return self.num_decode + len(self.token_ids)
 
 
+class TokenColumns(NamedTuple):
+    """Token rows taken apart (views)."""
+
+    token_ids: np.ndarray  # int32 [n]
+    logprobs: np.ndarray  # float32 [n]
+    ranks: np.ndarray  # int32 [n], from 1
+    top_ids: np.ndarray  # int32 [n, k], best first
+    top_logprobs: np.ndarray  # float32 [n, k]
+
+
+def row_width(k: int | None) -> int:
+    """int32 columns of a token row with the ``k`` most likely tokens; None: without log-probabilities.
+
+    A token row is: token id, bits of its log-probability, its rank, then ``k`` pairs (token id, bits of its
+    log-probability), best first. So a prefix of a row is a row with fewer pairs, or with none of it but the token.
+    """
+    return 1 if k is None else 3 + 2 * k
+
+
+def pack_rows(columns: TokenColumns) -> np.ndarray:
+    """int32 [n, row_width(k)]."""
+    n, k = columns.top_ids.shape
+    rows = np.empty((n, row_width(k)), np.int32)
+    floats = rows.view(np.float32)
+    rows[:, 0], floats[:, 1], rows[:, 2], rows[:, 3::2], floats[:, 4::2] = columns
+    return rows
+
+
+def unpack_rows(rows: np.ndarray) -> TokenColumns:
+    """rows: int32 [n, row_width(k)], C-contiguous."""
+    floats = rows.view(np.float32)
+    return TokenColumns(rows[:, 0], floats[:, 1], rows[:, 2], rows[:, 3::2], floats[:, 4::2])
+
+
 @dataclass(slots=True)
 class PromptLogprobs:
     """Log-probabilities of the prompt tokens at positions ``first`` .. ``first + n - 1`` of one request."""
 
     handle: int
     first: int
-    logprobs: np.ndarray  # float32 [n]
-    ranks: np.ndarray  # int32 [n], from 1
-    top_ids: np.ndarray  # int32 [n, max_logprobs], best first
-    top_logprobs: np.ndarray  # float32 [n, max_logprobs]
+    rows: np.ndarray  # int32 [n, row_width(max_logprobs)]
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What the device said. Arrays are by plan row; rows that do not sample hold token -1.
+    """What the device said, by plan row. Rows that do not sample hold anything.
 
-    The log-probability arrays are None unless some sampling row asked for them; then they cover all rows.
+    The rows have log-probabilities only if some sampling row asked for them; then all have.
     """
 
-    token_ids: np.ndarray  # int32 [R]
-    logprobs: np.ndarray | None = None  # float32 [R]
-    ranks: np.ndarray | None = None  # int32 [R], from 1
-    top_ids: np.ndarray | None = None  # int32 [R, max_logprobs]
-    top_logprobs: np.ndarray | None = None  # float32 [R, max_logprobs]
+    rows: np.ndarray  # int32 [R, 1 or row_width(max_logprobs)], see ``row_width``
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [R]"""
+        return self.rows[:, 0]
 
 
 @dataclass(slots=True, frozen=True)

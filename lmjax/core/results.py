@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lmjax.core.output import PromptLogprobOutput, StepOutput, reduce_logprobs, reduce_prompt_logprobs
+from lmjax.core.output import PromptRows, StepOutput, cut_rows
 from lmjax.core.plan import StepPlan, StepResult
 from lmjax.core.request import Request
 from lmjax.core.state import EngineState
@@ -18,15 +18,15 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
     lost its slot since is kept, but counts no computed tokens and names no block.
     """
     table = state.table
-    prompt_logprobs = _prompt_logprobs(state, result) if result.prompt_logprobs else []
+    prompt_rows = _prompt_rows(state, result) if result.prompt_logprobs else []
     slots = plan.slots.astype(np.intp)
     current = (table.handles[slots] == plan.handles) & (table.epochs[slots] == plan.epochs)
     live = current & plan.samples
     rows = live.nonzero()[0]
-    asked = table.logprobs[slots] if result.logprobs is not None else None
+    asked = table.logprobs[slots] if result.rows.shape[1] > 1 else None
     if len(rows) < len(slots):
         slots = slots[rows]
-    token_ids = result.token_ids[rows]
+    token_ids = result.rows[rows, 0]
     lengths = table.append(slots, token_ids)
     if state.caching:
         # a block's name needs its tokens, its KV a step that is planned; program order does the rest
@@ -42,21 +42,23 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
         if late:
             emitted = np.sort(np.concatenate((rows, np.array(late, np.intp))))
     state.stats.generation_tokens += len(emitted)
-    output = StepOutput(plan.handles[emitted], token_ids if emitted is rows else result.token_ids[emitted])
-    output.prompt_logprobs = prompt_logprobs
-    if asked is not None:
-        if len(emitted) < len(asked):
-            asked = asked[emitted]
-        output.logprobs = reduce_logprobs(result, emitted, asked)
-    return output
+    k = -1
+    if asked is not None and len(emitted):
+        k = int(np.maximum.reduce(asked if len(emitted) == len(asked) else asked[emitted]))
+    sent = result.rows if len(emitted) == len(result.rows) else result.rows[emitted]
+    sent = cut_rows(sent, None if k < 0 else k)
+    started, state.started = state.started, []
+    finished, state.finished = state.finished, []
+    return StepOutput(plan.handles[emitted].data, sent.shape[1], sent.data, prompt_rows, started, finished)
 
 
-def _prompt_logprobs(state: EngineState, result: StepResult) -> list[PromptLogprobOutput]:
+def _prompt_rows(state: EngineState, result: StepResult) -> list[PromptRows]:
     reduced = []
     for entry in result.prompt_logprobs:
         request = state.requests.get(entry.handle)
         if request is not None and request.params.prompt_logprobs is not None:
-            reduced.append(reduce_prompt_logprobs(entry, request.params.prompt_logprobs))
+            rows = cut_rows(entry.rows, request.params.prompt_logprobs)
+            reduced.append(PromptRows(entry.handle, entry.first, rows.shape[1], rows.data))  # type: ignore[arg-type]
     return reduced
 
 
@@ -79,6 +81,6 @@ def _read_late_tokens(
         kept.append(row)
         if asked is not None:
             asked[row] = -1 if request.params.logprobs is None else request.params.logprobs
-        token_id = int(result.token_ids[row])
+        token_id = int(result.rows[row, 0])
         _end_if_over(state, request, token_id, state.read_late_token(request, token_id))
     return kept

@@ -16,7 +16,7 @@ import numpy as np
 
 from lmjax.config import SchedulerConfig
 from lmjax.core.block_hash import root_digest
-from lmjax.core.output import FinishedEvent, StepOutput
+from lmjax.core.output import Finished, StepOutput
 from lmjax.core.plan import ExecutorInfo, StepPlan, StepResult
 from lmjax.core.policy import rank
 from lmjax.core.prefill import PrefillPlanner, PrefillRow
@@ -29,6 +29,7 @@ from lmjax.types import SamplingParams
 _U64 = 2**64 - 1
 _MOST_ITERATIONS = 4096  # kept for a snapshot that nobody takes
 _NO_TOKENS = np.zeros(0, np.int32)
+_NO_HANDLES, _NO_ROWS = np.zeros(0, np.int64).data, np.zeros((0, 1), np.int32).data
 
 
 def request_seed(config_seed: int, handle: int) -> int:
@@ -65,7 +66,7 @@ class Scheduler:
         full = None if message else self._why_full(new)
         if message or full:
             for handle in range(new.handle, new.handle + new.params.n):
-                event = FinishedEvent(handle, "error", message=message or full, queue_full=message is None)
+                event = Finished(handle, "error", message=message or full, queue_full=message is None)
                 self.state.finished.append(event)
             return
         choices = self._choices(new)
@@ -257,22 +258,17 @@ class Scheduler:
         """Reads a step's result: new tokens, log-probabilities, and the events since the last output."""
         began = time.perf_counter()
         output = read_result(self.state, plan, result)
-        self._hand_over_events(output)
         self.state.stats.plan_seconds += time.perf_counter() - began
         return output
 
     def take_events(self) -> StepOutput | None:
         """Starts and ends that no ``update`` has given out yet, or None."""
-        if not self.state.started and not self.state.finished:
-            return None
-        output = StepOutput(np.zeros(0, np.int64), _NO_TOKENS)
-        self._hand_over_events(output)
-        return output
-
-    def _hand_over_events(self, output: StepOutput) -> None:
         state = self.state
-        output.started, state.started = state.started, []
-        output.finished, state.finished = state.finished, []
+        if not state.started and not state.finished:
+            return None
+        output = StepOutput(_NO_HANDLES, 1, _NO_ROWS, [], state.started, state.finished)
+        state.started, state.finished = [], []
+        return output
 
     # insight
 

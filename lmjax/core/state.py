@@ -10,7 +10,7 @@ import numpy as np
 from lmjax.config import SchedulerConfig
 from lmjax.core.block_hash import block_digests, extend_digests
 from lmjax.core.kv_manager import NO_HIT, KVManager, PrefixHit
-from lmjax.core.output import FinishedEvent, StartedEvent
+from lmjax.core.output import Finished, Started
 from lmjax.core.plan import ExecutorInfo, SlotLoad
 from lmjax.core.policy import victim
 from lmjax.core.queue import WaitingQueue
@@ -38,8 +38,8 @@ class EngineState:
         self.prefill: list[Request] = []  # by rank
         self.ready_groups: list[ForkGroup] = []  # their choices may fork from the next step on
         self.stats = SchedulerStats()
-        self.started: list[StartedEvent] = []
-        self.finished: list[FinishedEvent] = []
+        self.started: list[Started] = []
+        self.finished: list[Finished] = []
         self.slot_loads: list[SlotLoad] = []
         self.vacated = False  # a slot was given back since planning began
         self.decode_left = False  # ``decode`` may hold slots that were given back
@@ -81,7 +81,7 @@ class EngineState:
             return
         request.started = True
         request.num_cached = num_cached
-        self.started.append(StartedEvent(request.handle, num_cached, time.monotonic()))
+        self.started.append(Started(request.handle, num_cached, time.monotonic()))
         if looked_up:
             self.stats.prefix_queries += request.num_prompt
             self.stats.prefix_hits += num_cached
@@ -209,7 +209,7 @@ class EngineState:
                 self._promote(group)
         request.state = State.FINISHED
         del self.requests[request.handle]
-        self.finished.append(FinishedEvent(request.handle, reason, stop_reason))
+        self.finished.append(Finished(request.handle, reason, stop_reason))
 
     def _promote(self, group: ForkGroup) -> None:
         """The leader is gone before its prompt was scheduled: the next choice prefills it."""

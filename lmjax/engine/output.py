@@ -8,12 +8,14 @@ Updates that the reader has not taken are merged: one ``pending`` update a reque
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from lmjax.engine.records import Finished, LogprobColumns, PromptLogprobColumns, StepRecord
+from lmjax.core.output import Finished, PromptRows
+from lmjax.core.plan import row_width
+from lmjax.engine.records import StepRecord
 from lmjax.text.detokenizer import Detokenizer
 from lmjax.text.stop import StopAutomaton
 from lmjax.types import (
@@ -99,14 +101,12 @@ class RequestState:
             update.error, update.finished = message, True
         self.finished, self.error = True, error
 
-    def add_prompt_logprobs(self, columns: PromptLogprobColumns) -> None:
+    def add_prompt_logprobs(self, found: PromptRows) -> None:
         """Chunks come in any order, and again after a preemption."""
-        entries = self._prompt_logprobs
-        ids = self.prompt[columns.first : columns.first + len(columns.logprobs) // 4]
-        rows = _columns(columns, ids, self.params.prompt_logprobs or 0)
-        for position, row in enumerate(rows, columns.first):
+        entries, k = self._prompt_logprobs, self.params.prompt_logprobs or 0
+        for position, row in enumerate(_token_rows(found.rows, found.width), found.first):
             self._missing_prompt_logprobs -= entries[position] is None
-            entries[position] = row
+            entries[position] = _logprobs(*row, k)
         if self._missing_prompt_logprobs == 0:
             self._missing_prompt_logprobs = -1  # given once
             self.update().prompt_logprobs = entries
@@ -148,9 +148,9 @@ class OutputProcessor:
                 if not metrics.scheduled:
                     metrics.scheduled = started.scheduled
                     choice.request.num_cached_tokens = started.num_cached_tokens
-        for columns in record.prompt_logprobs:
-            if choice := choices.get(columns.handle):
-                choice.request.add_prompt_logprobs(columns)
+        for found in record.prompt_rows:
+            if choice := choices.get(found.handle):
+                choice.request.add_prompt_logprobs(found)
                 if choice.request.pending is not None:
                     touched[choice.request.handle] = choice.request
         finished = {end.handle: end for end in record.finished}
@@ -188,30 +188,19 @@ class OutputProcessor:
         """Hands the record's tokens to their choices. Returns the choices with tokens or an end, each once."""
         choices, active = self._choices, []
         handles = np.frombuffer(record.handles, "<i8").tolist()
-        token_ids = np.frombuffer(record.token_ids, "<i4").tolist()
-        for handle, token in zip(handles, token_ids, strict=True):
+        for handle, (ints, floats) in zip(handles, _token_rows(record.rows, record.width), strict=True):
             choice = choices.get(handle)
             if choice is not None:
                 if not choice.tokens:
                     active.append(choice)
-                choice.tokens.append(token)
-        if record.logprobs is not None:
-            self._receive_logprobs(record.logprobs, handles, token_ids)
+                choice.tokens.append(ints[0])
+                if (k := choice.request.params.logprobs) is not None:
+                    choice.logprobs.append(_logprobs(ints, floats, k))
         for handle in finished:
             choice = choices.get(handle)
             if choice is not None and not choice.tokens:
                 active.append(choice)
         return active
-
-    def _receive_logprobs(self, columns: LogprobColumns, handles: list[int], token_ids: list[int]) -> None:
-        rows = np.frombuffer(columns.rows, "<i4").tolist()
-        all_rows = _columns(columns, [token_ids[row] for row in rows], columns.k)
-        for row, entry in zip(rows, all_rows, strict=True):
-            choice = self._choices.get(handles[row])
-            if choice is not None and (k := choice.request.params.logprobs) is not None:
-                top_ids, top_logprobs = entry.top_ids[:k], entry.top_logprobs[:k]
-                entry = TokenLogprobs(entry.token_id, entry.logprob, entry.rank, top_ids, top_logprobs)
-                choice.logprobs.append(entry)
 
     def _advance(self, choice: Choice, end: Finished | None) -> Delta:
         """The choice's new tokens as a delta; finds the end, either the engine's or a stop string."""
@@ -239,17 +228,18 @@ class OutputProcessor:
         return None if is_eos else end.stop_reason
 
 
-def _columns(columns: LogprobColumns | PromptLogprobColumns, ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Rows of columns; ``k``: how many of the most likely ones to keep."""
-    logprobs = np.frombuffer(columns.logprobs, "<f4").tolist()
-    ranks = np.frombuffer(columns.ranks, "<i4").tolist()
-    shape = (len(ranks), columns.k)
-    top_ids = np.frombuffer(columns.top_ids, "<i4").reshape(shape)[:, :k].tolist()
-    top_logprobs = np.frombuffer(columns.top_logprobs, "<f4").reshape(shape)[:, :k].tolist()
-    return [
-        TokenLogprobs(token, logprob, rank, tuple(best), tuple(best_logprobs))
-        for token, logprob, rank, best, best_logprobs in zip(ids, logprobs, ranks, top_ids, top_logprobs, strict=True)
-    ]
+def _token_rows(rows: bytes | memoryview, width: int) -> Iterator[tuple[list[int], list[float]]]:
+    """Each token row (see core.plan.row_width) as integers, and the same bits as floats (of the columns that are)."""
+    array = np.frombuffer(rows, "<i4").reshape(-1, width)
+    ints = array.tolist()
+    floats = array.view("<f4").tolist() if width > 1 else ints
+    return zip(ints, floats, strict=True)
+
+
+def _logprobs(ints: list[int], floats: list[float], k: int) -> TokenLogprobs:
+    """A token row with the ``k`` most likely tokens at most."""
+    end = row_width(k)
+    return TokenLogprobs(ints[0], floats[1], ints[2], tuple(ints[3:end:2]), tuple(floats[4:end:2]))
 
 
 def _fail(request: RequestState, end: Finished) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from lmjax.core.output import Finished, PromptRows, Started
 from lmjax.protocol import EngineInfo, EngineStats
 from lmjax.types import SamplingParams
 
@@ -37,50 +38,13 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
 Inbound = AddRequest | AbortRequest | Shutdown
 
 
-class LogprobColumns(msgspec.Struct, array_like=True):
-    """Of those rows of a step that asked for log-probabilities. ``k``: columns of top_ids and top_logprobs."""
-
-    rows: bytes  # int32 [n], indices into the step's handles
-    logprobs: bytes  # float32 [n]
-    ranks: bytes  # int32 [n]
-    k: int
-    top_ids: bytes  # int32 [n, k]
-    top_logprobs: bytes  # float32 [n, k]
-
-
-class PromptLogprobColumns(msgspec.Struct, array_like=True):
-    handle: int
-    first: int  # prompt position of the first entry
-    logprobs: bytes  # float32 [n]
-    ranks: bytes  # int32 [n]
-    k: int
-    top_ids: bytes  # int32 [n, k]
-    top_logprobs: bytes  # float32 [n, k]
-
-
-class Started(msgspec.Struct, array_like=True):
-    """A request got its first slot. Sent once for each handle."""
-
-    handle: int
-    num_cached_tokens: int
-    scheduled: float  # time.monotonic()
-
-
-class Finished(msgspec.Struct, array_like=True):
-    """``reason``: stop, length, abort or error. ``stop_reason``: the stop token, if not eos."""
-
-    handle: int
-    reason: str
-    stop_reason: int | None = None
-    message: str | None = None
-    queue_full: bool = False
-
-
 class StepRecord(msgspec.Struct, tag="step", array_like=True):
+    """The fields of ``core.output.StepOutput``, in its order, and statistics."""
+
     handles: bytes = b""  # int64 [n]
-    token_ids: bytes = b""  # int32 [n]
-    logprobs: LogprobColumns | None = None
-    prompt_logprobs: list[PromptLogprobColumns] = []
+    width: int = 1
+    rows: bytes = b""  # int32 [n, width], token rows (see core.plan.row_width)
+    prompt_rows: list[PromptRows] = []
     started: list[Started] = []
     finished: list[Finished] = []
     stats: EngineStats | None = None

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lmjax.core.plan import row_width
 from lmjax.models import decoder
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.batch import Batch
 from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.inputs import forward_layout
 from lmjax.runtime.state import apply_patches
-from lmjax.sampling.logprobs import target_logprobs
+from lmjax.sampling.logprobs import Logprobs, target_logprobs
 
 PROMPT_LOGPROB_ROWS = 128  # columns of one block of logits: [V, T] at once would be gigabytes
 
@@ -26,7 +27,7 @@ def make_forward(spec: DecoderSpec, key: ForwardKey, block_size: int, max_logpro
     """``(params, pools, tokens, tables, packed) -> (logits [V, S], pools, tokens, tables, prompt log-probabilities)``.
 
     Donate pools, tokens and tables. The last result is None but for the prompt_logprobs variant, where it is
-    int32 [T, 2 + 2 * max_logprobs] (see ``pack_logprobs``).
+    token rows, int32 [T, 3 + 2 * max_logprobs].
     """
 
     def forward(params: Any, pools: Pools, tokens: jax.Array, tables: jax.Array, packed: jax.Array) -> tuple[Any, ...]:
@@ -68,16 +69,17 @@ def _unpack(parts: dict[str, jax.Array], tokens: jax.Array, tables: jax.Array) -
     return batch, tokens
 
 
-def pack_logprobs(logprobs: jax.Array, ranks: jax.Array, top_ids: jax.Array, top_logprobs: jax.Array) -> jax.Array:
-    """[n], [n], [n, k], [n, k] -> int32 [n, 2 + 2 k]: log-probability bits, rank, top ids, top log-probability bits."""
-    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in (logprobs, top_logprobs)]
-    return jnp.concatenate([bits[0][:, None], ranks[:, None], top_ids, bits[1]], axis=1)
+def pack_logprobs(token_ids: jax.Array, found: Logprobs) -> jax.Array:
+    """token_ids int32 [n] and what was found of them -> token rows, int32 [n, 3 + 2 k] (see core.plan.row_width)."""
+    bits, top_bits = (lax.bitcast_convert_type(x, jnp.int32) for x in (found.logprobs, found.top_logprobs))
+    pairs = jnp.stack([found.top_ids, top_bits], axis=2).reshape(token_ids.shape[0], -1)
+    return jnp.concatenate([token_ids[:, None], bits[:, None], found.ranks[:, None], pairs], axis=1)
 
 
 def _prompt_logprobs(
     params: Any, spec: DecoderSpec, hidden: jax.Array, targets: jax.Array, span: jax.Array, max_logprobs: int
 ) -> jax.Array:
-    """hidden [D, T], targets int32 [T], span int32 [2]: tokens [first, end) that want it -> int32 [T, 2 + 2 k]."""
+    """hidden [D, T], targets int32 [T], span int32 [2]: tokens [first, end) that want it -> token rows [T, 3 + 2 k]."""
     num_tokens = hidden.shape[1]
     size = min(PROMPT_LOGPROB_ROWS, num_tokens)
 
@@ -85,8 +87,9 @@ def _prompt_logprobs(
         start = jnp.minimum(span[0] + i * jnp.int32(size), jnp.int32(num_tokens - size))
         columns = lax.dynamic_slice_in_dim(hidden, start, size, axis=1)
         logits = decoder.logits(params, spec, columns)
-        found = target_logprobs(logits, lax.dynamic_slice_in_dim(targets, start, size), max_logprobs)
-        return lax.dynamic_update_slice_in_dim(out, pack_logprobs(*found), start, axis=0)
+        wanted = lax.dynamic_slice_in_dim(targets, start, size)
+        rows = pack_logprobs(wanted, target_logprobs(logits, wanted, max_logprobs))
+        return lax.dynamic_update_slice_in_dim(out, rows, start, axis=0)
 
     blocks = (span[1] - span[0] + jnp.int32(size - 1)) // jnp.int32(size)
-    return lax.fori_loop(0, blocks, block, jnp.zeros((num_tokens, 2 + 2 * max_logprobs), jnp.int32))
+    return lax.fori_loop(0, blocks, block, jnp.zeros((num_tokens, row_width(max_logprobs)), jnp.int32))

@@ -14,7 +14,6 @@ from lmjax.core.plan import ExecutorInfo, PromptLogprobs, StepPlan, StepResult
 from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker, PackedStep
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT
-from lmjax.runtime.sample import unpack_logprobs, unpack_result
 from lmjax.runtime.state import DeviceState, pack_copies, pack_slot
 from lmjax.sampling.params import needs_slot_state
 
@@ -41,7 +40,7 @@ class InFlight:
     submitted: float
     last: jax.Array  # the step is done when this is
     result: jax.Array | None  # int32 [S, columns]; None: no row samples
-    prompt_logprobs: jax.Array | None  # int32 [T, 2 + 2 k]
+    prompt_logprobs: jax.Array | None  # int32 [T, 3 + 2 k]
 
 
 class JaxExecutor:
@@ -122,9 +121,12 @@ class JaxExecutor:
     def _read(self, in_flight: InFlight) -> StepResult:
         plan = in_flight.plan
         if in_flight.result is None:
-            result = StepResult(np.full(plan.num_rows, -1, np.int32))
+            rows = np.full((plan.num_rows, 1), -1, np.int32)
         else:
-            result = unpack_result(np.asarray(in_flight.result), plan.samples, in_flight.packed.wants_logprobs)
+            rows = np.asarray(in_flight.result)[: plan.num_rows]
+            if not in_flight.packed.wants_logprobs and rows.shape[1] > 1:  # the program had no form without
+                rows = rows[:, :1].copy()
+        result = StepResult(rows)
         if in_flight.prompt_logprobs is not None:
             result.prompt_logprobs = read_prompt_logprobs(plan, np.asarray(in_flight.prompt_logprobs))
         return result
@@ -150,7 +152,7 @@ class JaxExecutor:
 
 
 def read_prompt_logprobs(plan: StepPlan, packed: np.ndarray) -> list[PromptLogprobs]:
-    """packed: int32 [T, 2 + 2 k], by token of the step. One record a prefill row that has targets."""
+    """packed: token rows, int32 [T, 3 + 2 k], by token of the step. One record a prefill row that has targets."""
     assert plan.target_ids is not None
     records = []
     start = 0
@@ -161,8 +163,8 @@ def read_prompt_logprobs(plan: StepPlan, packed: np.ndarray) -> list[PromptLogpr
             first, last = int(wanted[0]), int(wanted[-1])
             assert last - first + 1 == len(wanted), "a row's targets have no gaps"
             at = plan.num_decode + start + first
-            columns = unpack_logprobs(packed[at : at + len(wanted)])
             # the token at position p predicts the one at p + 1
-            records.append(PromptLogprobs(int(plan.handles[row]), int(plan.starts[row]) + first + 1, *columns))
+            position = int(plan.starts[row]) + first + 1
+            records.append(PromptLogprobs(int(plan.handles[row]), position, packed[at : at + len(wanted)]))
         start = end
     return records

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from lmjax.core.plan import StepResult
 from lmjax.runtime.buckets import SampleKey
 from lmjax.runtime.forward import pack_logprobs
 from lmjax.runtime.inputs import sample_layout
+from lmjax.sampling.logprobs import Logprobs
 from lmjax.sampling.sampler import sample as draw
 
 SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -20,7 +18,7 @@ SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax
 def make_sample(key: SampleKey, max_logprobs: int) -> SampleProgram:
     """``(logits [V, S], tokens, sampling state, packed) -> (tokens, result)``; donate tokens.
 
-    result: int32 [S, 1], or [S, 3 + 2 * max_logprobs] with log-probabilities (the token, then as ``pack_logprobs``).
+    result: token rows, int32 [S, 1], or [S, 3 + 2 * max_logprobs] with log-probabilities.
     """
 
     def sample(
@@ -44,29 +42,8 @@ def make_sample(key: SampleKey, max_logprobs: int) -> SampleProgram:
         if key.logprobs:
             assert out.logprobs is not None and out.ranks is not None
             assert out.top_ids is not None and out.top_logprobs is not None
-            top_ids, top_logprobs = out.top_ids[:, :max_logprobs], out.top_logprobs[:, :max_logprobs]
-            logprobs = pack_logprobs(out.logprobs, out.ranks, top_ids, top_logprobs)
-            result = jnp.concatenate([result, logprobs], axis=1)
+            top = out.top_ids[:, :max_logprobs], out.top_logprobs[:, :max_logprobs]
+            result = pack_logprobs(out.token_ids, Logprobs(out.logprobs, out.ranks, *top))
         return tokens, result
 
     return sample
-
-
-def unpack_result(result: np.ndarray, samples: np.ndarray, wants_logprobs: bool) -> StepResult:
-    """result: int32 [S, columns] as the program packed it; samples: bool [R], R <= S.
-
-    The log-probabilities are left out where nobody asked for them: the program may have no form without.
-    """
-    num_rows = len(samples)
-    token_ids = np.where(samples, result[:num_rows, 0], np.int32(-1))
-    if not wants_logprobs:
-        return StepResult(token_ids)
-    return StepResult(token_ids, *unpack_logprobs(result[:num_rows, 1:]))
-
-
-def unpack_logprobs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """int32 [n, 2 + 2 k] -> log-probabilities [n], ranks [n], top ids [n, k], top log-probabilities [n, k]; copies."""
-    packed = np.array(packed)
-    k = (packed.shape[1] - 2) // 2
-    floats = packed.view(np.float32)
-    return floats[:, 0].copy(), packed[:, 1].copy(), packed[:, 2 : 2 + k].copy(), floats[:, 2 + k :].copy()

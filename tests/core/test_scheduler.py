@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmjax.config import SchedulerConfig
-from lmjax.core.plan import StepResult
+from lmjax.core.plan import StepResult, TokenColumns, pack_rows, row_width, unpack_rows
 from lmjax.core.scheduler import Scheduler, request_seed
 from tests.fakes import Driver, FakeExecutor, fake_info, full_spec, request, run_requests, window_spec
 
@@ -28,7 +28,7 @@ def run(requests, info=None, overlap=True, arrivals=None, **changes):
 
 def answer(plan, token=5):
     """A result with the same token for all rows."""
-    return StepResult(np.where(plan.samples, token, -1).astype(np.int32))
+    return StepResult(np.where(plan.samples, token, -1).astype(np.int32)[:, None])
 
 
 # ends
@@ -55,7 +55,8 @@ def one_at_a_time(requests, token=5, steps=30, **changes):
         output = scheduler.take_events() if plan is None else scheduler.update(plan, answer(plan, token))
         if output is None:
             break
-        for handle, token_id in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True):
+        handles, rows = output.arrays()
+        for handle, token_id in zip(handles.tolist(), rows[:, 0].tolist(), strict=True):
             tokens.setdefault(handle, []).append(token_id)
         ends.update((end.handle, end) for end in output.finished)
     scheduler.check_integrity()
@@ -399,7 +400,7 @@ def test_a_result_of_an_earlier_epoch_does_not_count():
     plan = scheduler.schedule()
     old = replace(plan, epochs=plan.epochs - 1)
     assert not len(scheduler.update(old, answer(old)).handles)
-    assert scheduler.update(plan, answer(plan)).token_ids.tolist() == [5]
+    assert scheduler.update(plan, answer(plan)).rows.tolist() == [[5]]
 
 
 def test_lengths_are_known_when_planning():
@@ -420,13 +421,13 @@ def test_a_token_that_arrives_after_preemption_is_kept():
     held = state.requests[0]
     state.preempt(held)
     assert (held.epoch, held.pending) == (1, 2)
-    assert scheduler.update(first, answer(first, 7)).token_ids.tolist() == [7]
+    assert scheduler.update(first, answer(first, 7)).rows.tolist() == [[7]]
     assert scheduler.schedule() is None, "it may not come back before its last token arrived"
-    assert scheduler.update(second, answer(second, 8)).token_ids.tolist() == [8]
+    assert scheduler.update(second, answer(second, 8)).rows.tolist() == [[8]]
     third = scheduler.schedule()
     assert third.epochs.tolist() == [1] and third.starts.tolist() == [0] and third.lengths.tolist() == [12]
     assert third.slot_loads[0].history[-2:].tolist() == [7, 8] and third.slot_loads[0].num_prompt_tokens == 10
-    assert scheduler.update(third, answer(third, 9)).token_ids.tolist() == [9]
+    assert scheduler.update(third, answer(third, 9)).rows.tolist() == [[9]]
     scheduler.check_integrity()
 
 
@@ -436,7 +437,7 @@ def test_a_preempted_request_can_end_while_it_waits():
     plan = scheduler.schedule()
     scheduler.state.preempt(scheduler.state.requests[0])
     output = scheduler.update(plan, answer(plan))
-    assert output.token_ids.tolist() == [5] and output.finished[0].reason == "stop"
+    assert output.rows.tolist() == [[5]] and output.finished[0].reason == "stop"
     assert not scheduler.has_work() and len(scheduler.state.queue) == 0
     scheduler.check_integrity()
 
@@ -444,22 +445,21 @@ def test_a_preempted_request_can_end_while_it_waits():
 # outputs
 
 
-def test_logprobs_are_of_the_rows_that_asked_with_the_largest_k():
+def test_rows_have_the_largest_k_asked_for():
     scheduler = Scheduler(config(), fake_info())
     for i, asked in enumerate((None, 2, 0, None, 4)):
         scheduler.add(request(i, prompt(4, i), logprobs=asked))
     plan = scheduler.schedule()
-    result = answer(plan)
-    rows = np.arange(5, dtype=np.float32)
-    result.logprobs, result.ranks = -rows, rows.astype(np.int32) + 1
-    result.top_ids = (rows[:, None] * 10 + np.arange(5)).astype(np.int32)
-    result.top_logprobs = -(rows[:, None] + np.arange(5, dtype=np.float32))
-    output = scheduler.update(plan, result)
-    columns = output.logprobs
-    assert output.handles[columns.rows].tolist() == [1, 2, 4] and columns.k == 4
-    assert columns.logprobs.tolist() == [-1, -2, -4] and columns.ranks.tolist() == [2, 3, 5]
-    assert columns.top_ids.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23], [40, 41, 42, 43]]
-    assert columns.top_logprobs.shape == (3, 4)
+    n = np.arange(5)
+    whole = TokenColumns(n, -n, n + 1, n[:, None] * 10 + n, -(n[:, None] + n))
+    output = scheduler.update(plan, StepResult(pack_rows(whole)))
+    handles, rows = output.arrays()
+    assert handles.tolist() == [0, 1, 2, 3, 4] and output.width == row_width(4)
+    columns = unpack_rows(rows)
+    for have, wanted in zip(columns[:3], whole[:3], strict=True):
+        assert have.tolist() == wanted.tolist()
+    assert columns.top_ids.tolist() == whole.top_ids[:, :4].tolist()
+    assert columns.top_logprobs.tolist() == whole.top_logprobs[:, :4].tolist()
 
 
 def test_stats():

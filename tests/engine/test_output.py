@@ -5,8 +5,10 @@ import time
 import numpy as np
 import pytest
 
+from lmjax.core.output import Finished, PromptRows, Started
+from lmjax.core.plan import TokenColumns, pack_rows, row_width
 from lmjax.engine.output import OutputProcessor
-from lmjax.engine.records import Finished, LogprobColumns, PromptLogprobColumns, Started, StepRecord
+from lmjax.engine.records import StepRecord
 from lmjax.text.tokenizer import load_tokenizer
 from lmjax.types import EngineDeadError, QueueFullError, SamplingParams
 from tests.fixtures import EOS_ID, FIRST_PIECE, model_dir
@@ -28,30 +30,21 @@ def opened(outputs, prompt=(1, 2, 3), **params):
     return outputs.open("r", list(prompt), SamplingParams(**params), 0.0)
 
 
-def record(*tokens, finished=(), **columns):
-    """``tokens``: pairs (handle, token id)."""
+def record(*tokens, finished=(), k=None, **columns):
+    """``tokens``: pairs (handle, token id). With ``k``: row i has log-probability -i - 1, rank i + 1, top ids 0 ...k-1"""
+    ids = np.array([token for _, token in tokens])
     return StepRecord(
         handles=np.array([handle for handle, _ in tokens], "<i8").tobytes(),
-        token_ids=np.array([token for _, token in tokens], "<i4").tobytes(),
+        width=row_width(k),
+        rows=token_rows(ids, -1 - np.arange(len(ids)), 1 + np.arange(len(ids)), k or 0)[:, : row_width(k)].tobytes(),
         finished=list(finished),
         **columns,
     )
 
 
-def f4(*values):
-    return np.array(values, "<f4").tobytes()
-
-
-def i4(*values):
-    return np.array(values, "<i4").tobytes()
-
-
-def columns(rows, k):
-    """Log-probability -row - 1, rank row + 1, top ids 0 .. k-1."""
-    n = len(rows)
-    return LogprobColumns(
-        i4(*rows), f4(*(-r - 1 for r in rows)), i4(*(r + 1 for r in rows)), k, i4(*[*range(k)] * n), f4(*[-0.5] * n * k)
-    )
+def token_rows(ids, logprobs, ranks, k):
+    n = len(ids)
+    return pack_rows(TokenColumns(ids, logprobs, ranks, np.tile(np.arange(k), (n, 1)), np.full((n, k), -0.5)))
 
 
 def test_tokens_become_text_and_the_stop_token_does_not(outputs):
@@ -83,7 +76,7 @@ def test_a_stop_string_across_tokens_ends_the_choice_here(outputs, include, text
     request = opened(outputs, stop=["CD"], include_stop_str_in_output=include, logprobs=1)
     updates, aborted = [], []
     for token in (SAY, ABC, DEF, GHI):  # the engine runs one step ahead of us
-        touched, aborts = outputs.process(record((request.handle, token), logprobs=columns([0], 3)))
+        touched, aborts = outputs.process(record((request.handle, token), k=3))
         aborted += aborts
         updates += [r.take() for r in touched]
     assert aborted == [request.handle] and len(updates) == 3  # GHI came too late and touched nobody
@@ -99,7 +92,7 @@ def test_tokens_behind_a_stop_string_in_one_record_are_dropped(outputs):
     request = opened(outputs, stop=["CD"], logprobs=0)
     tokens = [(request.handle, token) for token in (SAY, ABC, DEF, GHI)]
     end = Finished(request.handle, "length")
-    _, aborts = outputs.process(record(*tokens, finished=[end], logprobs=columns(range(4), 2)))
+    _, aborts = outputs.process(record(*tokens, finished=[end], k=2))
     [delta] = request.take().deltas
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("Say AB", [SAY, ABC, DEF], "stop")
     assert [entry.logprob for entry in delta.logprobs] == [-1, -2, -3]
@@ -117,7 +110,7 @@ def test_held_text_comes_out_at_the_end(outputs):
 def test_logprobs_only_for_those_who_asked_and_only_so_many(outputs):
     plain, one, three = opened(outputs), opened(outputs, logprobs=1), opened(outputs, logprobs=3)
     rows = [(r.handle, ABC) for r in (plain, one, three)]
-    outputs.process(record(*rows, logprobs=columns([1, 2], 3)))
+    outputs.process(record(*rows, k=3))
     assert plain.take().deltas[0].logprobs is None
     [entry] = one.take().deltas[0].logprobs
     assert (entry.token_id, entry.logprob, entry.rank, entry.top_ids) == (ABC, -2, 2, (0,))
@@ -126,19 +119,17 @@ def test_logprobs_only_for_those_who_asked_and_only_so_many(outputs):
 
 
 def prompt_columns(handle, first, n):
-    positions = range(first, first + n)
-    return PromptLogprobColumns(
-        handle, first, f4(*(-p for p in positions)), i4(*[1] * n), 1, i4(*[9] * n), f4(*[-1] * n)
-    )
+    positions = np.arange(first, first + n)
+    return PromptRows(handle, first, row_width(1), token_rows(10 + positions, -positions, np.ones(n), 1).tobytes())
 
 
 def test_prompt_logprobs_are_put_together_and_given_once(outputs):
     request = opened(outputs, prompt=[10, 11, 12, 13, 14], prompt_logprobs=0)
     handle = request.handle
-    touched, _ = outputs.process(StepRecord(prompt_logprobs=[prompt_columns(handle, 1, 2)]))
+    touched, _ = outputs.process(StepRecord(prompt_rows=[prompt_columns(handle, 1, 2)]))
     assert touched == []
-    outputs.process(StepRecord(prompt_logprobs=[prompt_columns(handle, 1, 1)]))  # again, after a preemption
-    outputs.process(record((handle, ABC), prompt_logprobs=[prompt_columns(handle, 3, 2)]))
+    outputs.process(StepRecord(prompt_rows=[prompt_columns(handle, 1, 1)]))  # again, after a preemption
+    outputs.process(record((handle, ABC), prompt_rows=[prompt_columns(handle, 3, 2)]))
     update = request.take()
     assert update.prompt_logprobs[0] is None
     assert [(e.token_id, e.logprob, e.top_ids) for e in update.prompt_logprobs[1:]] == [
@@ -147,7 +138,7 @@ def test_prompt_logprobs_are_put_together_and_given_once(outputs):
         (13, -3, ()),
         (14, -4, ()),
     ]
-    outputs.process(record((handle, ABC), prompt_logprobs=[prompt_columns(handle, 4, 1)]))
+    outputs.process(record((handle, ABC), prompt_rows=[prompt_columns(handle, 4, 1)]))
     assert request.take().prompt_logprobs is None
 
 
@@ -177,7 +168,7 @@ def test_updates_not_taken_are_merged(outputs):
     request = opened(outputs, n=2, logprobs=0)
     a, b = request.handles
     for token in (SAY, ABC, DEF):
-        outputs.process(record((a, token), (b, token), logprobs=columns([0, 1], 0)))
+        outputs.process(record((a, token), (b, token), k=0))
     outputs.process(record(finished=[Finished(a, "length"), Finished(b, "length")]))
     update = request.take()
     assert [(d.index, d.text, d.token_ids, len(d.logprobs), d.finish_reason) for d in update.deltas] == [

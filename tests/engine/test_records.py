@@ -4,19 +4,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from lmjax.core.output import FinishedEvent, LogprobOutput, PromptLogprobOutput, StartedEvent, StepOutput
+from lmjax.core.output import Finished, PromptRows, Started, StepOutput, cut_rows
+from lmjax.core.plan import TokenColumns, pack_rows, row_width
 from lmjax.engine.columns import new_request, step_record
 from lmjax.engine.records import (
     AbortRequest,
     AddRequest,
     Dead,
-    Finished,
     Inbound,
     Outbound,
     Progress,
     Ready,
     Shutdown,
-    Started,
     StepRecord,
 )
 from lmjax.protocol import EngineInfo, EngineStats
@@ -60,46 +59,28 @@ def test_outbound():
 
 def test_step_record_keeps_every_column():
     rng = np.random.default_rng(0)
-    top_ids, top_logprobs = rng.integers(0, 99, (2, 5), np.int32), rng.normal(size=(2, 5)).astype(np.float32)
+    rows = pack_rows(TokenColumns(np.arange(3), rng.normal(size=3), np.arange(3) + 1, *rng.normal(size=(2, 3, 5))))
+    wanted, prompt = cut_rows(rows, 3), cut_rows(rows[:1], 2)
     output = StepOutput(
-        handles=np.array([5, 2**40, 7]),
-        token_ids=np.array([1, 2, 3], np.int32),
-        logprobs=LogprobOutput(
-            np.array([0, 2], np.int32),
-            np.array([-1, -2], np.float32),
-            np.array([1, 9], np.int32),
-            3,
-            top_ids[:, :3],  # a view with gaps, as the core gives it
-            top_logprobs[:, :3],
-        ),
-        prompt_logprobs=[
-            PromptLogprobOutput(
-                7,
-                4,
-                np.array([-3], np.float32),
-                np.array([2], np.int32),
-                2,
-                np.array([[8, 9]], np.int32),
-                np.array([[-1, -4]], np.float32),
-            )
-        ],
-        started=[StartedEvent(5, 16, 2.5)],
-        finished=[FinishedEvent(7, "stop", 3), FinishedEvent(9, "error", None, "full", True)],
+        np.array([5, 2**40, 7]).data,
+        row_width(3),
+        wanted.data,
+        prompt_rows=[PromptRows(7, 4, row_width(2), prompt.data)],
+        started=[Started(5, 16, 2.5)],
+        finished=[Finished(7, "stop", 3), Finished(9, "error", None, "full", True)],
     )
     record = through(step_record(output), Outbound)
     assert np.frombuffer(record.handles, "<i8").tolist() == [5, 2**40, 7]
-    assert np.frombuffer(record.token_ids, "<i4").tolist() == [1, 2, 3]
-    assert np.frombuffer(record.logprobs.rows, "<i4").tolist() == [0, 2]
-    assert np.frombuffer(record.logprobs.top_ids, "<i4").tolist() == top_ids[:, :3].ravel().tolist()
-    assert np.frombuffer(record.logprobs.top_logprobs, "<f4").tolist() == top_logprobs[:, :3].ravel().tolist()
-    assert np.frombuffer(record.prompt_logprobs[0].top_ids, "<i4").tolist() == [8, 9]
-    assert (record.prompt_logprobs[0].handle, record.prompt_logprobs[0].first) == (7, 4)
+    assert np.frombuffer(record.rows, "<i4").reshape(3, record.width).tolist() == rows[:, :9].tolist()
+    [found] = record.prompt_rows
+    assert (found.handle, found.first, found.width) == (7, 4, 7)
+    assert np.frombuffer(found.rows, "<i4").tolist() == rows[0, :7].tolist()
     assert record.started == [Started(5, 16, 2.5)]
     assert record.finished == [Finished(7, "stop", 3), Finished(9, "error", None, "full", True)]
 
 
 def test_nothing_to_tell_is_no_record():
-    empty = StepOutput(np.zeros(0, np.int64), np.zeros(0, np.int32))
+    empty = StepOutput(np.zeros(0, np.int64).data, 1, np.zeros((0, 1), np.int32).data, [], [], [])
     assert step_record(None) is None and step_record(empty) is None
-    empty.finished.append(FinishedEvent(1, "abort"))
-    assert step_record(empty).finished == [Finished(1, "abort")]
+    empty.finished.append(Finished(1, "abort"))
+    assert through(step_record(empty), Outbound).finished == [Finished(1, "abort")]

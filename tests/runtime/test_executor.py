@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmjax.config import ConfigError, SchedulerConfig
-from lmjax.core.plan import SlotLoad
+from lmjax.core.plan import SlotLoad, row_width, unpack_rows
 from lmjax.models import decoder
 from lmjax.models.registry import spec_from_hf
 from lmjax.runtime import executor as executor_module
@@ -51,14 +51,15 @@ def test_log_probabilities_are_the_references(reference):
             patches=[patch for slot in prompts for patch in blocks_of(slot, 6)],
         )
     )
+    found = unpack_rows(result.rows)
     for row, prompt in enumerate(prompts.values()):
         wanted = reference.logprobs(prompt)[-1]
         best = np.argsort(-wanted)[:5]
         assert result.token_ids[row] == best[0]
-        assert result.top_ids[row].tolist() == best.tolist()
-        assert result.ranks[row] == 1
-        np.testing.assert_allclose(result.top_logprobs[row], wanted[best], atol=1e-5)
-        np.testing.assert_allclose(result.logprobs[row], wanted[best[0]], atol=1e-5)
+        assert found.top_ids[row].tolist() == best.tolist()
+        assert found.ranks[row] == 1
+        np.testing.assert_allclose(found.top_logprobs[row], wanted[best], atol=1e-5)
+        np.testing.assert_allclose(found.logprobs[row], wanted[best[0]], atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -66,8 +67,7 @@ def test_log_probabilities_come_only_when_asked_for(temperature):
     for logprobs in (None, 0, 5):
         load = slot_load(0, [5, 6], SamplingParams(temperature=temperature, logprobs=logprobs))
         result = run(make_plan(prefill=[(0, 0, [5, 6], True)], slot_loads=[load], patches=blocks_of(0, 1)))
-        assert (result.logprobs is not None) == (logprobs is not None)
-        assert (result.top_ids is not None) == (logprobs is not None)
+        assert result.rows.shape == (1, row_width(None if logprobs is None else 5))
 
 
 def test_prompt_log_probabilities_are_the_references(reference):
@@ -80,10 +80,11 @@ def test_prompt_log_probabilities_are_the_references(reference):
             patches=blocks_of(0, 1) + blocks_of(2, 2),
         )
     )
-    assert result.token_ids[0] == -1 and result.logprobs is None
-    (found,) = result.prompt_logprobs
+    assert result.rows.shape == (2, 1)
+    (entry,) = result.prompt_logprobs
+    found = unpack_rows(entry.rows)
     wanted = reference.logprobs(prompt)[:-1]
-    assert (found.handle, found.first) == (102, 1)
+    assert (entry.handle, entry.first) == (102, 1) and found.token_ids.tolist() == prompt[1:]
     chosen = wanted[np.arange(len(wanted)), prompt[1:]]
     np.testing.assert_allclose(found.logprobs, chosen, atol=1e-5)
     assert found.ranks.tolist() == ((wanted > chosen[:, None]).sum(-1) + 1).tolist()
@@ -99,7 +100,8 @@ def test_prompt_log_probabilities_of_a_later_chunk(reference):
     (found,) = run(make_plan(prefill=[(2, 3, prompt[3:], True)], targets=[-1, *prompt[5:], -1])).prompt_logprobs
     wanted = reference.logprobs(prompt)
     assert found.first == 5
-    np.testing.assert_allclose(found.logprobs, [wanted[i, prompt[i + 1]] for i in (4, 5, 6)], atol=1e-5)
+    have = unpack_rows(found.rows).logprobs
+    np.testing.assert_allclose(have, [wanted[i, prompt[i + 1]] for i in (4, 5, 6)], atol=1e-5)
 
 
 def test_more_patches_than_a_step_holds(reference):
