@@ -67,10 +67,13 @@ def _shared_bytes(tile: Tile, kind: Kind, x_bytes: int) -> int:
 
 
 def splits_of(tile: Tile, num_tokens: int, k: int, n: int, target: Target) -> int:
-    """Into how many parts K is cut, so that few tokens still fill the card: a power of two up to 8."""
+    """Into how many parts K is cut, so that few tokens still fill the card: a power of two up to 8.
+
+    Four programs a core keep enough bytes in flight; partial sums may cost a quarter of what reading int4 does.
+    """
     programs = -(-num_tokens // tile.block_m) * -(-n // tile.block_n)
-    wanted = next_power_of_2(max(1, 2 * target.cores // programs))
-    possible = max(1, k // MIN_SPLIT_ROWS)
+    wanted = next_power_of_2(max(1, 4 * target.cores // programs))
+    possible = max(1, min(MAX_SPLITS, k // MIN_SPLIT_ROWS, k // (64 * num_tokens)))
     while wanted > possible:
         wanted //= 2
-    return min(wanted, MAX_SPLITS)
+    return wanted
