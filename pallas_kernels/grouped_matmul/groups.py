@@ -11,7 +11,7 @@ from pallas_kernels.platform import Target, next_power_of_2
 
 class Groups(NamedTuple):
     """A token takes part in up to k groups (experts), or in none. The rows of a group are whole blocks of equal size,
-    the last one padded; M rows in all, as many as any routing needs."""
+    the last one padded; M rows in all: as many as any routing needs, and one block more that is never used."""
 
     slots: jax.Array  # int32 [T, k]  the row in [0, M) of each token's k-th group; -1: not grouped
     rows: jax.Array  # int32 [M]  the token of each row; T for padding. Undefined in blocks of group -1
@@ -24,9 +24,9 @@ class Groups(NamedTuple):
 
 
 def max_blocks(tokens: int, top_k: int, groups: int, block_rows: int) -> int:
-    """Most blocks that any choice of ``top_k`` different groups a token fills."""
+    """Most blocks that any choice of ``top_k`` different groups a token fills, and the one that is never used."""
     pairs = tokens * top_k
-    return max(1, min(pairs // block_rows + groups, groups * -(-tokens // block_rows), pairs))
+    return min(pairs // block_rows + groups, groups * -(-tokens // block_rows), pairs) + 1
 
 
 def default_block_rows(tokens: int, top_k: int, groups: int, target: Target) -> int:

@@ -16,16 +16,26 @@ from pallas_kernels.grouped_matmul.groups import Groups, max_blocks
 SLICE_BYTES = 1 << 20
 
 
-def top_k_xla(logits: jax.Array, top_k: int, normalise: bool) -> tuple[jax.Array, jax.Array]:
-    """Same as ``top_k`` of the package: logits float32 [T, E] -> (weights float32 [T, k], ids int32 [T, k])."""
+def route_xla(
+    logits: jax.Array,
+    num_tokens: jax.Array,
+    first: jax.Array,
+    *,
+    top_k: int,
+    normalise: bool,
+    groups: int,
+    block_rows: int,
+) -> tuple[jax.Array, Groups]:
+    """Same arguments as ``pallas_kernels.grouped_matmul.route``; ``groups``: its count."""
     weights, ids = lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
     if normalise:
         weights = weights / weights.sum(-1, keepdims=True)
-    return weights, ids
+    real = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None] < num_tokens
+    return weights, group_rows_xla(jnp.where(real, ids - first, -1), groups=groups, block_rows=block_rows)
 
 
-def group_rows_xla(ids: jax.Array, groups: int, block_rows: int) -> Groups:
-    """ids int32 [T, k], -1 (or any id outside [0, groups)): not grouped."""
+def group_rows_xla(ids: jax.Array, *, groups: int, block_rows: int) -> Groups:
+    """Same arguments as ``pallas_kernels.grouped_matmul.group_rows``."""
     tokens, top_k = ids.shape
     blocks = max_blocks(tokens, top_k, groups, block_rows)
     flat = jnp.where((ids >= 0) & (ids < groups), ids, groups).reshape(-1)
@@ -37,9 +47,8 @@ def group_rows_xla(ids: jax.Array, groups: int, block_rows: int) -> Groups:
     starts = jnp.append((ends - block_counts) * block_rows, jnp.int32(0))
     place = starts[ordered] + jnp.arange(ordered.shape[0], dtype=jnp.int32) - bounds[ordered]
     slots = jnp.zeros_like(flat).at[order].set(jnp.where(ordered < groups, place, -1))
-    # a place of -1 would be the last row: out of range is dropped
-    target = jnp.where(ordered < groups, place, blocks * block_rows)
-    rows = jnp.full(blocks * block_rows, tokens, jnp.int32).at[target].set(order // top_k, mode="drop")
+    target = jnp.where(ordered < groups, place, blocks * block_rows - 1)  # that row is never used
+    rows = jnp.full(blocks * block_rows, tokens, jnp.int32).at[target].set(order // top_k)
     index = jnp.arange(blocks, dtype=jnp.int32)
     found = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
     return Groups(slots.reshape(tokens, top_k), rows, jnp.where(index < ends[-1], found, -1))
