@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# XLA's GPU compiler takes stack traces that nobody sees; an installed llvm-symbolizer makes that 25 s a program
+os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
 
 import jax
 import pytest
