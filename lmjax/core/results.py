@@ -23,10 +23,10 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
     current = (table.handles[slots] == plan.handles) & (table.epochs[slots] == plan.epochs)
     live = current & plan.samples
     rows = live.nonzero()[0]
-    asked = table.logprobs[slots] if result.rows.shape[1] > 1 else None
     if len(rows) < len(slots):
         slots = slots[rows]
-    token_ids = result.rows[rows, 0]
+    sent = _take(result.rows, rows)
+    token_ids = sent[:, 0]
     lengths = table.append(slots, token_ids)
     if state.caching:
         # a block's name needs its tokens, its KV a step that is planned; program order does the rest
@@ -34,22 +34,23 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
         full = (there >= table.next_named[slots]).nonzero()[0]
         if len(full):
             state.name_newest_blocks(slots[full], there[full])
+    k = table.most_logprobs
     for row in ended_rows(table, slots, token_ids, lengths):
         _end_if_over(state, table.requests[slots[row]], int(token_ids[row]), int(lengths[row]))
-    emitted = rows
     if np.count_nonzero(current) < len(current):
-        late = _read_late_tokens(state, plan, result, (~current & plan.samples).nonzero()[0].tolist(), asked)
+        late, their_k = _read_late_tokens(state, plan, result, (~current & plan.samples).nonzero()[0].tolist())
         if late:
-            emitted = np.sort(np.concatenate((rows, np.array(late, np.intp))))
-    state.stats.generation_tokens += len(emitted)
-    k = -1
-    if asked is not None and len(emitted):
-        k = int(np.maximum.reduce(asked if len(emitted) == len(asked) else asked[emitted]))
-    sent = result.rows if len(emitted) == len(result.rows) else result.rows[emitted]
-    sent = cut_rows(sent, None if k < 0 else k)
+            rows, k = np.sort(np.concatenate((rows, np.array(late, np.intp)))), max(k, their_k)
+            sent = _take(result.rows, rows)
+    state.stats.generation_tokens += len(rows)
+    sent = cut_rows(sent, k if k >= 0 and sent.shape[1] > 1 else None)
     started, state.started = state.started, []
     finished, state.finished = state.finished, []
-    return StepOutput(plan.handles[emitted].data, sent.shape[1], sent.data, prompt_rows, started, finished)
+    return StepOutput(plan.handles.take(rows).data, sent.shape[1], sent.data, prompt_rows, started, finished)
+
+
+def _take(token_rows: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return token_rows if len(rows) == len(token_rows) else token_rows.take(rows, axis=0)
 
 
 def _prompt_rows(state: EngineState, result: StepResult) -> list[PromptRows]:
@@ -69,18 +70,17 @@ def _end_if_over(state: EngineState, request: Request | None, token_id: int, len
         state.finish(request, *end)
 
 
-def _read_late_tokens(
-    state: EngineState, plan: StepPlan, result: StepResult, rows: list[int], asked: np.ndarray | None
-) -> list[int]:
-    """Tokens of requests that lost their slot while the step ran. Returns the plan rows that count."""
-    kept = []
+def _read_late_tokens(state: EngineState, plan: StepPlan, result: StepResult, rows: list[int]) -> tuple[list[int], int]:
+    """Tokens of requests that lost their slot while the step ran. Returns the plan rows that count, and the most
+    log-probabilities that one of them asked for (-1: none at all)."""
+    kept, k = [], -1
     for row in rows:
         request = state.requests.get(int(plan.handles[row]))
         if request is None or not request.pending or request.epoch != plan.epochs[row] + 1:
             continue
         kept.append(row)
-        if asked is not None:
-            asked[row] = -1 if request.params.logprobs is None else request.params.logprobs
+        if request.params.logprobs is not None:
+            k = max(k, request.params.logprobs)
         token_id = int(result.rows[row, 0])
         _end_if_over(state, request, token_id, state.read_late_token(request, token_id))
-    return kept
+    return kept, k

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from lmjax.core.request import Request
@@ -35,7 +37,8 @@ class SlotTable:
         self.parents: list[bytes] = [b""] * num_slots  # digest of the last named block
         self.stop_ids = np.full((MAX_STOP_IDS, num_slots), -1, np.int32)
         self.many_stops = np.zeros(num_slots, bool)
-        self.logprobs = np.full(num_slots, -1, np.int32)  # number of top entries asked for; -1: none at all
+        self.most_logprobs = -1  # that a request asked for; -1: none at all
+        self._num_with_logprobs: Counter[int] = Counter({-1: num_slots})  # slots by what they ask for
         self._free = list(range(num_slots - 1, -1, -1))
         self._num_many_stops = 0
         self._num_with_stops = [0] * (MAX_STOP_IDS + 1)  # slots by their number of stop ids
@@ -61,7 +64,9 @@ class SlotTable:
         self.known[slot] = self.planned[slot] = len(history)
         self.computed[slot] = computed
         self.limit[slot] = request.limit
-        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        if params.logprobs is not None:
+            self._num_with_logprobs[params.logprobs] += 1
+            self.most_logprobs = max(self.most_logprobs, params.logprobs)
         if len(stops) <= MAX_STOP_IDS:
             self._num_with_stops[len(stops)] += 1
             self.stop_width = max(self.stop_width, len(stops))
@@ -87,6 +92,11 @@ class SlotTable:
         else:
             self.many_stops[slot] = False
             self._num_many_stops -= 1
+        if (k := request.params.logprobs) is not None:
+            self._num_with_logprobs[k] -= 1
+            if not self._num_with_logprobs[k]:
+                del self._num_with_logprobs[k]
+                self.most_logprobs = max(self._num_with_logprobs)
         self._free.append(slot)
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
@@ -106,6 +116,8 @@ class SlotTable:
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots"
         widest = max((len(r.stop_ids) for r in self.requests if r and len(r.stop_ids) <= MAX_STOP_IDS), default=0)
         assert self.stop_width == widest, "rows of stop ids"
+        asked = [r.params.logprobs for r in self.requests if r and r.params.logprobs is not None]
+        assert self.most_logprobs == max(asked, default=-1), "log-probabilities asked for"
         for slot in used:
             request = self.requests[slot]
             assert request is not None

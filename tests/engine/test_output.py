@@ -31,7 +31,7 @@ def opened(outputs, prompt=(1, 2, 3), **params):
 
 
 def record(*tokens, finished=(), k=None, **columns):
-    """``tokens``: pairs (handle, token id). With ``k``: row i has log-probability -i - 1, rank i + 1, top ids 0 ...k-1"""
+    """``tokens``: pairs (handle, token id). With ``k``: row i has log-probability -i - 1, rank i + 1, top ids 0 .."""
     ids = np.array([token for _, token in tokens])
     return StepRecord(
         handles=np.array([handle for handle, _ in tokens], "<i8").tobytes(),
