@@ -43,3 +43,18 @@ def decode_splits(rows: int, kv_heads: int, max_tokens: int, target: Target) -> 
     longest = -(-max_tokens // MAX_SPLIT_TOKENS)
     most = -(-max_tokens // 64)
     return next_power_of_2(max(1, min(max(fill, longest), most, MAX_SPLITS)))
+
+
+def prefill_case(pool: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """The name under which a card's best tile is stored."""
+    return f"{pool.dtype.name}/{pool.shape[5]}/{pool.shape[4]}"
+
+
+def prefill_tile(
+    q: jax.Array | jax.ShapeDtypeStruct, pool: jax.Array | jax.ShapeDtypeStruct, target: Target
+) -> dict[str, Any]:
+    """{"queries": rows of a tile (tokens x heads), "keys": positions it takes in at once, "num_warps", "num_stages"}."""
+    found = tuned("paged_prefill", target, prefill_case(pool))
+    if found:
+        return found
+    return {"queries": 64, "keys": 64, "num_warps": 4, "num_stages": 3}
