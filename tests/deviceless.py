@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lmjax.runtime import cards
+from lmjax.runtime.platform import no_compilation_cache
 
 FOLDER = Path(os.environ.get("LMJAX_CUDA_PLUGIN") or "/nowhere")
 PTXAS = next(iter(FOLDER.glob("nvidia/*/bin/ptxas")), None)
@@ -42,11 +42,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """text: the optimized HLO; memory: XLA's ``memory_analysis()``; kernels: those asked for with ``dump_ptx``."""
+    """text: the optimized HLO; memory: XLA's ``memory_analysis()``; kernels: those asked for with ``dump_ptx``.
+
+    thunks: with ``dump_ptx``, what the host launches, in order: kernels, command buffers, collectives, loops.
+    """
 
     text: str
     memory: Any
     executable: Any = None
+    thunks: str = ""
     kernels: tuple[Kernel, ...] = field(default=())
 
     @property
@@ -98,7 +102,8 @@ def compile(
         dump = {"xla_dump_to": folder, "xla_dump_emitter_re": ".*"} if dump_ptx else {}
         executable = lowered.compile(compiler_options=dump | (options or {}))
         kernels = tuple(_kernels(Path(folder), kernel, cards.card(card).arch)) if dump_ptx else ()
-    return Compiled(executable.as_text(), executable.memory_analysis(), executable, kernels)
+        thunks = "".join(p.read_text() for p in Path(folder).glob("*thunk_sequence_after_thunk_passes.txt"))
+    return Compiled(executable.as_text(), executable.memory_analysis(), executable, thunks, kernels)
 
 
 def _kernels(folder: Path, wanted: str, arch: str) -> Iterator[Kernel]:
@@ -125,15 +130,11 @@ def _ptxas(path: Path, arch: str) -> dict[str, tuple[int, int]]:
 
 @contextlib.contextmanager
 def _serving_settings() -> Iterator[None]:
-    """No rematerialization, as in serving; no cache: it would store what this process can never load, and warn."""
-    ours = {"jax_enable_compilation_cache": False, "jax_compiler_enable_remat_pass": False}
-    before = {name: jax.config.values[name] for name in ours}
+    """No rematerialization, as in serving."""
+    before = jax.config.values["jax_compiler_enable_remat_pass"]
+    jax.config.update("jax_compiler_enable_remat_pass", False)
     try:
-        for name, value in ours.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        yield
+        with no_compilation_cache():
+            yield
     finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+        jax.config.update("jax_compiler_enable_remat_pass", before)

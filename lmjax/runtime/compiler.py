@@ -39,10 +39,14 @@ class Program:
         return jitted.lower(*self.arguments).compile()
 
 
-def compile_all(programs: dict[Hashable, Program], progress: Callable[[str], None] | None) -> dict[Hashable, Any]:
+def compile_all(
+    programs: dict[Hashable, Program],
+    progress: Callable[[str], None] | None,
+    finished: Callable[[Hashable, Any], None] | None = None,
+) -> dict[Hashable, Any]:
     """Compiles all programs, the slowest (given first) first. Returns the executables by the same keys.
 
-    progress is told about once a second, and at the end.
+    progress is told about once a second, and at the end; finished gets each executable as it is done.
     """
     begin = told = time.monotonic()
     done: dict[Hashable, Any] = {}
@@ -52,6 +56,8 @@ def compile_all(programs: dict[Hashable, Program], progress: Callable[[str], Non
             key = futures[future]
             try:
                 done[key] = future.result()
+                if finished:
+                    finished(key, done[key])
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -58,7 +58,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
     params = load_params(source, spec, dtype, config.load_format, config.seed, _in_tenths(tell))
 
     tell("sizing the KV pool")
-    plan, bundle = _plan_memory(resolved, bundle, tell)
+    plan, bundle = plan_memory(resolved, bundle, tell)
     shapes = resolved.shapes(plan.num_blocks, plan.max_model_len)
     buckets = resolved.buckets(plan.max_model_len)
     programs = _make_programs(all_programs(shapes, buckets), bundle, tell)
@@ -98,7 +98,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
     )
 
 
-def _plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tuple[KVPlan, Bundle | None]:
+def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tuple[KVPlan, Bundle | None]:
     """The pool's size, and the bundle if its programs are for that size: it has the last word where its pool fits."""
     config, platform = resolved.config, resolved.platform
     available = _free_memory(platform)

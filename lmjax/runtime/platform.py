@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -38,6 +40,22 @@ def use_compilation_cache(config: EngineConfig) -> Path:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
+
+
+@contextlib.contextmanager
+def no_compilation_cache() -> Iterator[None]:
+    """For programs that are to be serialized: what was loaded from a cache has lost its code. And for a card that
+    isn't there: the cache would store what this process can never load, and warn."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether it is used is decided once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def compilation_cache_dir(config: EngineConfig) -> Path:

@@ -1,0 +1,93 @@
+"""``lmjax compile``: every program of an engine, compiled for a device and written to a bundle."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from lmjax.config import ConfigError, EngineConfig
+from lmjax.runtime.bundle import Bundle, BundleError, PoolFacts, open_for_writing
+from lmjax.runtime.compiler import compile_all
+from lmjax.runtime.identity import identity
+from lmjax.runtime.memory import available_memory, cpu_pool_budget, plan_kv, pool_bytes, pool_is_set
+from lmjax.runtime.platform import configure_jax, no_compilation_cache
+from lmjax.runtime.programs import all_programs
+from lmjax.runtime.resolve import Resolved, resolve
+from lmjax.weights.source import ModelSource, read_json, resolve_model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Programs compiled now, and those that were there from an earlier run."""
+
+    path: Path
+    compiled: int
+    kept: int
+
+
+def compile_for_cpu(config: EngineConfig, path: str | Path, tell: Callable[[str], None]) -> Written:
+    """Writes the programs for this machine's CPU. Raises ``ConfigError``."""
+    configure_jax(config)
+    resolved = resolve(config, model_source(config), "cpu")
+    devices = jax.devices("cpu")[:1]
+    budget = cpu_pool_budget(available_memory())
+    plan = plan_kv(
+        resolved.kv_specs,
+        config,
+        model_max_len=resolved.spec.max_len,
+        max_num_seqs=resolved.num_seqs,
+        max_num_batched_tokens=resolved.num_batched,
+        budget=budget,
+        available=available_memory(),
+    )
+    pool = PoolFacts(plan.num_blocks, plan.max_model_len, 0)
+    return write(resolved, _earlier_pool(path, resolved, devices, budget) or pool, devices, path, tell)
+
+
+def _earlier_pool(path: str | Path, resolved: Resolved, devices: list[jax.Device], budget: int) -> PoolFacts | None:
+    """Of an earlier run for the same: free memory has changed since, and a pool that still fits need not."""
+    try:
+        bundle = Bundle.read(path)
+    except BundleError:
+        return None
+    if pool_is_set(resolved.config) or bundle.difference(identity(resolved, devices)):
+        return None
+    size = pool_bytes(resolved.kv_specs, bundle.pool.num_blocks, resolved.config.block_size)
+    return bundle.pool if size <= budget else None
+
+
+def write(
+    resolved: Resolved, pool: PoolFacts, devices: list[jax.Device], path: str | Path, tell: Callable[[str], None]
+) -> Written:
+    """Compiles what the bundle at ``path`` does not have yet; each program is kept as soon as it is done."""
+    shapes = resolved.shapes(pool.num_blocks, pool.max_model_len)
+    wanted = all_programs(shapes, resolved.buckets(pool.max_model_len))
+    try:
+        bundle, replaced = open_for_writing(path, identity(resolved, devices), pool)
+        if replaced:
+            tell(f"{path} held a bundle for something else and is made anew: {replaced}")
+        missing = {key: program for key, program in wanted.items() if not bundle.has(program)}
+        if len(missing) < len(wanted):
+            tell(f"{len(wanted) - len(missing)} programs are there from an earlier run")
+        if missing:
+            tell(f"compiling {len(missing)} programs, the largest first")
+            with no_compilation_cache():
+                compile_all(missing, tell, lambda key, executable: bundle.add(missing[key], executable))
+    except (BundleError, OSError) as error:
+        raise ConfigError(f"--bundle: {error}") from error
+    return Written(bundle.path, len(missing), len(wanted) - len(missing))
+
+
+def model_source(config: EngineConfig) -> ModelSource:
+    """The model; here a config.json alone is enough of it. Raises ``WeightError``."""
+    path = Path(config.model).expanduser()
+    if path.suffix != ".json" or not path.is_file():
+        return resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides or None)
+    values = read_json(path) | (config.hf_overrides or {})
+    return ModelSource(path=path.parent, kind="hf", config=values, generation_config={}, weights=path.parent)
