@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.paged_attention.decode import decode_triton
+from pallas_kernels.paged_attention.prefill import prefill_triton
 from pallas_kernels.platform import Target
 
 FEW = 16  # programs of so few tokens take each token as a decode row of its own
@@ -59,8 +60,6 @@ def paged_attention_triton(
     )
     if few:
         return out
-    from pallas_kernels.paged_attention.prefill import prefill_triton
-
     return prefill_triton(
         q,
         out,
