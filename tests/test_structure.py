@@ -22,6 +22,7 @@ LAYERS: list[tuple[str, set[str], set[str]]] = [
     ("lmjax/core", {"lmjax.core", "lmjax.types", "lmjax.config"}, {"numpy"}),
     ("lmjax/nn", {"lmjax.nn", "lmjax.types", "pallas_kernels"}, NUMERIC),
     ("lmjax/models", {"lmjax.models", "lmjax.nn", "lmjax.types", "pallas_kernels"}, NUMERIC),
+    ("lmjax/parallel", {"lmjax.parallel", "lmjax.models", "lmjax.nn", "lmjax.types", "pallas_kernels"}, NUMERIC),
     ("lmjax/sampling", {"lmjax.sampling", "lmjax.types", "lmjax.core.plan", "pallas_kernels"}, NUMERIC),
     (
         "lmjax/weights",
@@ -31,7 +32,7 @@ LAYERS: list[tuple[str, set[str], set[str]]] = [
     (
         "lmjax/runtime",
         {"lmjax.runtime", "lmjax.weights", "lmjax.models", "lmjax.nn", "lmjax.sampling", "lmjax.types", "lmjax.config"}
-        | {"lmjax.core.plan", "pallas_kernels"},
+        | {"lmjax.core.plan", "lmjax.parallel", "pallas_kernels"},
         NUMERIC | {"tqdm"},
     ),
     ("lmjax/text", {"lmjax.text", "lmjax.types"}, {"transformers", "tokenizers", "jinja2", "numpy", "gguf"}),

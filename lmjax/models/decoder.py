@@ -26,7 +26,8 @@ from lmjax.models.params import (
 from lmjax.models.rope import inverse_frequencies
 from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from lmjax.nn.batch import Batch
-from lmjax.nn.linear import linear, matmul
+from lmjax.nn.env import ALONE, Env
+from lmjax.nn.linear import linear, matmul, summed_linear
 from lmjax.nn.mlp import gated_mlp
 from lmjax.nn.moe import moe_mlp, shared_expert
 from lmjax.nn.norm import rms_norm
@@ -67,12 +68,15 @@ def pool_shape(kv_spec: KVSpec, num_blocks: int, block_size: int) -> tuple[int, 
     return (len(kv_spec.layers), 2, num_blocks, kv_spec.kv_heads, block_size, kv_spec.k_dim)
 
 
-def forward(params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch) -> tuple[jax.Array, Pools]:
+def forward(
+    params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch, env: Env = ALONE
+) -> tuple[jax.Array, Pools]:
     """Hidden states after the final norm [D, T] (in the parameters' dtype) and the pools with the step's KV written.
 
     Donate the pools: they are then updated in place. Hidden states of padding tokens are finite and mean nothing.
+    With ``env.axis`` parameters, spec and pools are one device's share; the result is whole on every device.
     """
-    x = params.embed[batch.token_ids].T
+    x = _embed(params.embed, batch.token_ids, env).T
     step = _Step(
         batch=batch,
         rope=_rope(spec, batch),
@@ -82,13 +86,27 @@ def forward(params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch
     state = list(pools)
     for i, (layer, weights) in enumerate(zip(spec.layers, params.layers, strict=True)):
         group, kind = layer.attention.group, _kind(layer)
-        x, state[group] = _layer(weights, x, state[group], step, layer_ids[i], kind=kind, eps=spec.norm_eps)
+        x, state[group] = _layer(weights, x, state[group], step, layer_ids[i], kind=kind, eps=spec.norm_eps, env=env)
     return rms_norm(x, params.norm, spec.norm_eps), tuple(state)
 
 
-def logits(params: DecoderParams, spec: DecoderSpec, hidden: jax.Array) -> jax.Array:
-    """hidden [D, S] (columns of ``forward``'s first result) -> float32 [V, S]."""
-    return matmul(params.embed if spec.tie_embeddings else params.head, hidden)
+def logits(params: DecoderParams, spec: DecoderSpec, hidden: jax.Array, env: Env = ALONE) -> jax.Array:
+    """hidden [D, S] (columns of ``forward``'s first result) -> float32 [V, S]; with ``env.axis`` this device's rows of
+    it, -inf where the vocabulary is padded."""
+    y = matmul(params.embed if spec.tie_embeddings else params.head, hidden)
+    if env.axis is None:
+        return y
+    rows = env.first(y.shape[0]) + jnp.arange(y.shape[0], dtype=jnp.int32)
+    return jnp.where((rows < spec.vocab)[:, None], y, -jnp.inf)
+
+
+def _embed(table: jax.Array, token_ids: jax.Array, env: Env) -> jax.Array:
+    """table [V, D] (with ``env.axis`` this device's rows), token_ids int32 [T] -> [T, D]."""
+    if env.axis is None:
+        return table[token_ids]
+    rows = token_ids - env.first(table.shape[0])
+    here = (rows >= 0) & (rows < table.shape[0])
+    return env.sum(jnp.where(here[:, None], table[jnp.where(here, rows, 0)], jnp.zeros((), table.dtype)))
 
 
 class _Step(NamedTuple):
@@ -139,32 +157,58 @@ def _kind(layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(layer.attention, index=0))
 
 
-@partial(jax.jit, static_argnames=("kind", "eps"))  # traced and lowered once a kind: a start takes half as long
+@partial(jax.jit, static_argnames=("kind", "eps", "env"))  # traced and lowered once a kind: a start takes half as long
 def _layer(
-    p: LayerParams, x: jax.Array, pool: jax.Array, step: _Step, index: jax.Array, *, kind: LayerSpec, eps: float
+    p: LayerParams,
+    x: jax.Array,
+    pool: jax.Array,
+    step: _Step,
+    index: jax.Array,
+    *,
+    kind: LayerSpec,
+    eps: float,
+    env: Env,
 ) -> tuple[jax.Array, jax.Array]:
     """The layer at ``index`` of its KV group: residual x [D, T] and the group's pool -> the same, updated."""
     h = rms_norm(x, p.attn.norm, eps)
-    o, pool = _attention(p.attn, kind.attention, h, pool, step, index, eps)
+    o, pool = _attention(p.attn, kind.attention, h, pool, step, index, eps, env)
     x = x + o
     h = rms_norm(x, p.mlp.norm, eps)
-    return x + _mlp(p.mlp, kind.mlp, h, step.batch.num_tokens), pool
+    return x + _mlp(p.mlp, kind.mlp, h, step.batch.num_tokens, env), pool
 
 
-def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
+def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_tokens: jax.Array, env: Env) -> jax.Array:
     """x [D, T] normed -> the MLP's contribution to the residual [D, T]."""
     if isinstance(p, MlpParams):
-        return gated_mlp(p.gate_up, p.down, x, m.activation)
+        return gated_mlp(p.gate_up, p.down, x, m.activation, env)
     assert isinstance(m, MoeSpec)
-    e, how = p.experts, {"top_k": m.top_k, "normalise": m.normalise, "activation": m.activation}
-    y = moe_mlp(p.router, e.gate_up, e.down, x, num_tokens, **how)
-    if p.shared is None:
-        return y
-    return y + shared_expert(p.shared.gate, p.shared.gate_up, p.shared.down, x, m.activation)
+    e = p.experts
+    y = moe_mlp(
+        p.router,
+        e.gate_up,
+        e.down,
+        x,
+        num_tokens,
+        top_k=m.top_k,
+        normalise=m.normalise,
+        activation=m.activation,
+        first=env.first(e.gate_up.weight.shape[0]) if env.spread_experts else 0,
+        target=env.target,
+    )
+    if p.shared is not None:
+        y = y + shared_expert(p.shared.gate, p.shared.gate_up, p.shared.down, x, m.activation)
+    return env.sum(y)
 
 
 def _attention(
-    p: AttentionParams, a: AttentionSpec, x: jax.Array, pool: jax.Array, step: _Step, index: jax.Array, eps: float
+    p: AttentionParams,
+    a: AttentionSpec,
+    x: jax.Array,
+    pool: jax.Array,
+    step: _Step,
+    index: jax.Array,
+    eps: float,
+    env: Env,
 ) -> tuple[jax.Array, jax.Array]:
     """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
     tokens, batch = x.shape[-1], step.batch
@@ -182,6 +226,8 @@ def _attention(
         q_norm=p.q_norm,
         k_norm=p.k_norm,
         eps=eps,
+        target=env.target,
+        backend="xla" if env.attention == "xla" else "auto",
     )
     o = paged_attention(
         q,
@@ -198,8 +244,10 @@ def _attention(
         num_tokens=batch.num_tokens,
         scale=a.scale,
         window=a.window,
+        target=env.target,
+        backend=env.attention,
     )
     # The next layer's write has to wait for this read: else XLA:CPU cannot update the one-array pool in place and
     # copies all of it several times a step. The residual makes it wait; the barrier states it.
     o, pool = lax.optimization_barrier((o, pool))
-    return linear(p.o, o.reshape(tokens, a.heads * a.head_dim).T), pool
+    return summed_linear(p.o, o.reshape(tokens, a.heads * a.head_dim).T, env), pool

@@ -83,7 +83,7 @@ class ParamSpec:
 
 def param_specs(spec: DecoderSpec) -> DecoderParams:
     """The tree with a ``ParamSpec`` at every leaf."""
-    d, v = spec.hidden, spec.vocab
+    d, v = spec.hidden, spec.num_vocab_rows
     return DecoderParams(
         embed=ParamSpec((v, d), ("vocab", "embed")),
         layers=tuple(LayerParams(attn=_attention(layer.attention, d), mlp=_mlp(layer.mlp, d)) for layer in spec.layers),

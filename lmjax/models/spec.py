@@ -92,6 +92,11 @@ class DecoderSpec:
     norm_eps: float
     tie_embeddings: bool  # the head is the embedding
     max_len: int  # longest sequence to serve: max_model_len, or the model's own if that was None
+    vocab_rows: int | None = None  # rows of embedding and head, if not V: padded, or one device's share
+
+    @property
+    def num_vocab_rows(self) -> int:
+        return self.vocab if self.vocab_rows is None else self.vocab_rows
 
 
 def group_layers(kinds: list[tuple[int | None, int, int]]) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lmjax.nn.env import Env
 from lmjax.nn.weight import Dense
 
 
@@ -20,6 +21,14 @@ def linear(w: Dense, x: jax.Array) -> jax.Array:
     if w.bias is not None:
         y = y + w.bias.reshape(-1, 1).astype(jnp.float32)
     return y.astype(x.dtype).reshape(*out, x.shape[-1])
+
+
+def summed_linear(w: Dense, x: jax.Array, env: Env) -> jax.Array:
+    """``linear`` where each device has a share of the input features: the products are summed, the bias added once."""
+    if env.axis is None:
+        return linear(w, x)
+    y = env.sum(linear(Dense(w.weight), x))
+    return y if w.bias is None else y + w.bias.reshape(*w.bias.shape, 1).astype(y.dtype)
 
 
 def matmul(w: jax.Array, x: jax.Array) -> jax.Array:

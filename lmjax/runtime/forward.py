@@ -13,6 +13,7 @@ from lmjax.core.plan import row_width
 from lmjax.models import decoder
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.batch import Batch
+from lmjax.nn.env import ALONE, Env
 from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.inputs import forward_layout
 from lmjax.runtime.state import apply_patches
@@ -23,7 +24,9 @@ PROMPT_LOGPROB_ROWS = 128  # columns of one block of logits: [V, T] at once woul
 Pools = tuple[jax.Array, ...]
 
 
-def make_forward(spec: DecoderSpec, key: ForwardKey, block_size: int, max_logprobs: int) -> Callable[..., Any]:
+def make_forward(
+    spec: DecoderSpec, key: ForwardKey, block_size: int, max_logprobs: int, env: Env = ALONE
+) -> Callable[..., Any]:
     """``(params, pools, tokens, tables, packed) -> (logits [V, S], pools, tokens, tables, prompt log-probabilities)``.
 
     Donate pools, tokens and tables. The last result is None but for the prompt_logprobs variant, where it is
@@ -34,11 +37,15 @@ def make_forward(spec: DecoderSpec, key: ForwardKey, block_size: int, max_logpro
         parts = forward_layout(key, len(pools), block_size).split(packed)
         tables = apply_patches(tables, parts["patches"])
         batch, tokens = _unpack(parts, tokens, tables)
-        hidden, pools = decoder.forward(params, spec, pools, batch)
-        logits = decoder.logits(params, spec, hidden[:, batch.logit_tokens])
+        hidden, pools = decoder.forward(params, spec, pools, batch, env)
+        logits = decoder.logits(params, spec, hidden[:, batch.logit_tokens], env)
         prompt = None
         if key.prompt_logprobs:
-            prompt = _prompt_logprobs(params, spec, hidden, parts["target_ids"], parts["header"][3:], max_logprobs)
+
+            def head(columns: jax.Array) -> jax.Array:
+                return env.gather(decoder.logits(params, spec, columns, env))
+
+            prompt = _prompt_logprobs(head, hidden, parts["target_ids"], parts["header"][3:], max_logprobs)
         return logits, pools, tokens, tables, prompt
 
     return forward
@@ -77,7 +84,7 @@ def pack_logprobs(token_ids: jax.Array, found: Logprobs) -> jax.Array:
 
 
 def _prompt_logprobs(
-    params: Any, spec: DecoderSpec, hidden: jax.Array, targets: jax.Array, span: jax.Array, max_logprobs: int
+    head: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, span: jax.Array, max_logprobs: int
 ) -> jax.Array:
     """hidden [D, T], targets int32 [T], span int32 [2]: tokens [first, end) that want it -> token rows [T, 3 + 2 k]."""
     num_tokens = hidden.shape[1]
@@ -86,9 +93,8 @@ def _prompt_logprobs(
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(span[0] + i * jnp.int32(size), jnp.int32(num_tokens - size))
         columns = lax.dynamic_slice_in_dim(hidden, start, size, axis=1)
-        logits = decoder.logits(params, spec, columns)
         wanted = lax.dynamic_slice_in_dim(targets, start, size)
-        rows = pack_logprobs(wanted, target_logprobs(logits, wanted, max_logprobs))
+        rows = pack_logprobs(wanted, target_logprobs(head(columns), wanted, max_logprobs))
         return lax.dynamic_update_slice_in_dim(out, rows, start, axis=0)
 
     blocks = (span[1] - span[0] + jnp.int32(size - 1)) // jnp.int32(size)

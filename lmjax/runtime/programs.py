@@ -11,6 +11,9 @@ import jax.numpy as jnp
 
 from lmjax.models import decoder
 from lmjax.models.spec import DecoderSpec
+from lmjax.nn.env import ALONE, Env
+from lmjax.parallel.placement import Placement
+from lmjax.parallel.rules import LOGITS, POOL
 from lmjax.runtime.buckets import Buckets, ForwardKey, SampleKey
 from lmjax.runtime.compiler import Program
 from lmjax.runtime.forward import make_forward
@@ -36,24 +39,36 @@ class Shapes:
     max_num_seqs: int
     max_model_len: int
     max_logprobs: int
+    env: Env = ALONE
+    placement: Placement | None = None  # None: the default device. Else spec and kv_specs are what all devices hold
 
     @property
     def num_groups(self) -> int:
         return len(self.kv_specs)
 
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(
+        pools = tuple(
             jax.ShapeDtypeStruct(decoder.pool_shape(kv, blocks, self.block_size), jnp.dtype(kv.dtype))
             for kv, blocks in zip(self.kv_specs, self.num_blocks, strict=True)
         )
+        return self.placement.place(pools, POOL) if self.placement else pools
+
+    def params(self) -> Any:
+        params = decoder.abstract_params(self.spec, self.dtype)
+        return self.placement.place(params, self.placement.params(self.spec)) if self.placement else params
+
+    def everywhere(self, tree: Any) -> Any:
+        """Abstract arrays that every device holds whole."""
+        return self.placement.place(tree) if self.placement else tree
 
     def state(self) -> DeviceState:
         slots, columns = self.max_num_seqs + 1, -(-self.max_model_len // self.block_size)
-        return DeviceState(
+        state = DeviceState(
             tokens=_ints(slots, self.max_model_len),
             tables=_ints(self.num_groups, slots, columns),
             sampling=_ints(slots, state_row_size(self.spec.vocab)),
         )
+        return self.everywhere(state)
 
 
 def _ints(*shape: int) -> Any:
@@ -61,31 +76,37 @@ def _ints(*shape: int) -> Any:
 
 
 def forward_program(shapes: Shapes, key: ForwardKey) -> Program:
-    state = shapes.state()
-    packed = _ints(forward_layout(key, shapes.num_groups, shapes.block_size).size)
-    params = decoder.abstract_params(shapes.spec, shapes.dtype)
-    function = make_forward(shapes.spec, key, shapes.block_size, shapes.max_logprobs)
-    return Program(key.name, function, (params, shapes.pools(), state.tokens, state.tables, packed), donate=(1, 2, 3))
+    state, place = shapes.state(), shapes.placement
+    packed = shapes.everywhere(_ints(forward_layout(key, shapes.num_groups, shapes.block_size).size))
+    spec = place.share(shapes.spec) if place else shapes.spec
+    function = make_forward(spec, key, shapes.block_size, shapes.max_logprobs, shapes.env)
+    if place:
+        function = place.wrap_forward(function, shapes.spec, shapes.num_groups)
+    arguments = (shapes.params(), shapes.pools(), state.tokens, state.tables, packed)
+    return Program(key.name, function, arguments, donate=(1, 2, 3))
 
 
 def sample_program(shapes: Shapes, key: SampleKey) -> Program:
-    state = shapes.state()
-    logits = jax.ShapeDtypeStruct((shapes.spec.vocab, key.num_rows), jnp.float32)
-    packed = _ints(sample_layout(key.num_rows).size)
-    function = make_sample(key, shapes.max_logprobs)
+    state, place = shapes.state(), shapes.placement
+    logits: Any = jax.ShapeDtypeStruct((shapes.spec.num_vocab_rows, key.num_rows), jnp.float32)
+    if place:
+        logits = place.place(logits, LOGITS)
+    packed = shapes.everywhere(_ints(sample_layout(key.num_rows).size))
+    function = make_sample(key, shapes.max_logprobs, shapes.spec.vocab)
     return Program(key.name, function, (logits, state.tokens, state.sampling, packed), donate=(1,))
 
 
 def all_programs(shapes: Shapes, buckets: Buckets) -> dict[Hashable, Program]:
     """Every program the engine may call, the slow ones to compile first."""
     state = shapes.state()
-    slot = _ints(1 + state.sampling.shape[1] + shapes.max_model_len)
-    pairs = _ints(shapes.num_groups, COPY_BATCH, 2)
+    slot = shapes.everywhere(_ints(1 + state.sampling.shape[1] + shapes.max_model_len))
+    pairs = shapes.everywhere(_ints(shapes.num_groups, COPY_BATCH, 2))
+    patches = shapes.everywhere(_ints(PATCH_BATCH, 4))
     forward_keys = (buckets.prompt_logprobs, *reversed(buckets.forward))
     return {
         **{key: forward_program(shapes, key) for key in forward_keys},
         **{key: sample_program(shapes, key) for key in sorted(buckets.sample, key=lambda key: -key.level)},
         LOAD_SLOT: Program(LOAD_SLOT, load_slot, (state.tokens, state.sampling, slot), donate=(0, 1)),
-        APPLY_PATCHES: Program(APPLY_PATCHES, apply_patches, (state.tables, _ints(PATCH_BATCH, 4)), donate=(0,)),
+        APPLY_PATCHES: Program(APPLY_PATCHES, apply_patches, (state.tables, patches), donate=(0,)),
         COPY_BLOCKS: Program(COPY_BLOCKS, copy_blocks, (shapes.pools(), pairs), donate=(0,)),
     }

@@ -15,8 +15,10 @@ from lmjax.sampling.sampler import sample as draw
 SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def make_sample(key: SampleKey, max_logprobs: int) -> SampleProgram:
+def make_sample(key: SampleKey, max_logprobs: int, vocab: int) -> SampleProgram:
     """``(logits [V, S], tokens, sampling state, packed) -> (tokens, result)``; donate tokens.
+
+    Rows of the logits beyond ``vocab`` are padding.
 
     result: token rows, int32 [S, 1], or [S, 3 + 2 * max_logprobs] with log-probabilities.
     """
@@ -27,7 +29,7 @@ def make_sample(key: SampleKey, max_logprobs: int) -> SampleProgram:
         parts = sample_layout(key.num_rows).split(packed)
         slots, positions = parts["slots"], parts["positions"]
         out = draw(
-            logits,
+            logits[:vocab],
             parts["params"],
             slots,
             positions,

@@ -75,7 +75,7 @@ class Driver:
         order = decode + [key for key in work if key not in decode]
         for key in order:
             self._extend(key, len(work[key]))
-        out, self.pools = _run(self.params, self.spec, self.pools, self._batch(work, order, len(decode)))
+        out, self.pools = self._run(self._batch(work, order, len(decode)))
         columns = np.asarray(out).T
         result, at = {}, 0
         for key in order:
@@ -83,6 +83,9 @@ class Driver:
             at += len(work[key])
             self._free_behind_window(key)
         return result
+
+    def _run(self, batch: Batch) -> tuple[Any, Any]:
+        return _run(self.params, self.spec, self.pools, batch)
 
     def _extend(self, key: Any, count: int) -> None:
         table = self.tables.setdefault(key, np.zeros((len(self.kv_specs), self.width), np.int32))

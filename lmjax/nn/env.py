@@ -1,0 +1,42 @@
+"""What the model's code is traced for: the card, and the mesh axis that weights are spread over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.platform import CPU, Backend, Target
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    """A static argument. With ``axis`` the code runs inside a ``shard_map``: heads, ffn, experts and vocabulary are
+    this device's share, activations are whole, and what each device adds to them is summed explicitly.
+
+    ``spread_experts``: a device holds some experts whole (expert parallel), not a share of each.
+    """
+
+    target: Target = CPU
+    attention: Backend = "auto"
+    axis: str | None = None
+    spread_experts: bool = False
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """x of all devices added up, in x's dtype: in float32 a decode step would send twice the bytes."""
+        return x if self.axis is None else lax.psum(x, self.axis)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """[n, ...] of each device -> [devices * n, ...]."""
+        return x if self.axis is None else lax.all_gather(x, self.axis, tiled=True)
+
+    def first(self, count: int) -> jax.Array:
+        """int32 []: the first of the ``count`` rows, experts, ... that this device holds."""
+        if self.axis is None:
+            return jnp.int32(0)
+        return lax.axis_index(self.axis).astype(jnp.int32) * jnp.int32(count)
+
+
+ALONE = Env()  # one device, XLA forms: any platform

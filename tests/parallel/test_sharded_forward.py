@@ -1,0 +1,41 @@
+"""Tensor and expert parallelism give what one device gives, and models that don't divide are refused by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lmjax.models.registry import spec_from_hf
+from lmjax.parallel import split
+from tests.parallel import sharded_forward
+
+CASES = ["llama:2:tp", "llama:8:tp", "smol:3:tp", "mixtral:4:ep", "mixtral:8:tp", "qwen2_moe:2:ep", "qwen2_moe:4:tp"]
+
+
+def test_equals_one_device():
+    """In a process of its own: the number of CPU devices is fixed when JAX starts."""
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.parallel.sharded_forward", *CASES]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = {case: float(error) for case, error in (line.split() for line in done.stdout.splitlines())}
+    assert set(errors) == set(CASES)
+    assert all(error < 1e-5 for error in errors.values()), errors
+    assert any(error > 0 for error in errors.values()), "sums in another order differ somewhere"
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "expert_parallel", "named"),
+    [
+        ("llama", 3, False, "8 query heads; degrees that divide this model: 1, 2, 4, 8"),
+        ("smol", 2, False, "9 query heads; degrees that divide this model: 1, 3"),
+        ("mixtral", 8, True, "4 experts; degrees that divide this model: 1, 2, 4"),
+    ],
+)
+def test_what_does_not_divide_is_refused(model, tp, expert_parallel, named):
+    spec = spec_from_hf({**sharded_forward.COMMON, **sharded_forward.MODELS[model]}, None)
+    with pytest.raises(split.SplitError, match=named):
+        split.spread(spec, tp, expert_parallel)
