@@ -59,8 +59,16 @@ def top_values(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """``lax.top_k``, kept whole: XLA:CPU sorts the full row when a later slice is merged into it (4x slower)."""
-    return lax.optimization_barrier(tuple(lax.top_k(x, k)))
+    """``lax.top_k``, on a CPU kept whole: XLA sorts the full row when a later slice is merged into it (4x slower).
+
+    For several GPUs XLA (of jax 0.10) aborts over a barrier here.
+    """
+
+    def top_k(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = lax.top_k(x, k)
+        return values, ids
+
+    return lax.platform_dependent(x, cpu=lambda x: lax.optimization_barrier(top_k(x)), default=top_k)
 
 
 def first_above(cumulative: jax.Array, weights: jax.Array, target: jax.Array, axis: int) -> jax.Array:
