@@ -106,28 +106,28 @@ def _call(
 
 
 def _one_tile(
-    plan: _Plan, source: Any, num_tokens: Any, first: Any, slots: Any, rows: Any, blocks: Any, *w: Any
+    plan: _Plan, source: Any, num_tokens: Any, first: Any, slots: Any, rows: Any, blocks: Any, *weights: Any
 ) -> None:
-    ids, weights = _select(plan, source, num_tokens, first)
-    _store_weights(plan, weights, w)
-    count = _members(plan, ids).sum(0)
-    _place(plan, ids, jnp.zeros_like(count), count, slots, rows, blocks)
+    ids = _select(plan, source, num_tokens, first, weights)
+    members = _members(plan, ids)
+    count = members.sum(0)
+    _place(plan, ids, members, jnp.zeros_like(count), count, slots, rows, blocks)
 
 
-def _select_tile(plan: _Plan, source: Any, num_tokens: Any, first: Any, ids_ref: Any, counts: Any, *w: Any) -> None:
-    ids, weights = _select(plan, source, num_tokens, first)
-    _store_weights(plan, weights, w)
-    t = _tile_tokens(plan)
-    for j, column in enumerate(ids):
-        plt.store(ids_ref.at[t, j], column, mask=t < plan.tokens)
-    g = _arange(next_power_of_2(max(plan.groups, 16)))
+def _select_tile(
+    plan: _Plan, source: Any, num_tokens: Any, first: Any, ids_ref: Any, counts: Any, *weights: Any
+) -> None:
+    ids = _select(plan, source, num_tokens, first, weights)
+    at, ok = _choices(plan)
+    plt.store(ids_ref.at[at], ids, mask=ok)
+    g = _arange(plan.groups)
     plt.store(counts.at[pl.program_id(0), g], _members(plan, ids).sum(0), mask=g < plan.groups)
 
 
 def _place_tile(plan: _Plan, ids_ref: Any, counts: Any, slots: Any, rows: Any, blocks: Any) -> None:
-    t = _tile_tokens(plan)
-    ids = [plt.load(ids_ref.at[t, j], mask=t < plan.tokens, other=-1) for j in range(plan.top_k)]
-    g = _arange(next_power_of_2(max(plan.groups, 16)))
+    at, ok = _choices(plan)
+    ids = plt.load(ids_ref.at[at], mask=ok, other=-1)
+    g = _arange(plan.groups)
     tile = pl.program_id(0)  # the interpreter knows it outside of loops only
 
     def add(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -139,87 +139,114 @@ def _place_tile(plan: _Plan, ids_ref: Any, counts: Any, slots: Any, rows: Any, b
 
     zero = jnp.zeros(g.shape, jnp.int32)
     before, count = lax.fori_loop(0, pl.cdiv(plan.tiles, CHUNK), add, (zero, zero))
-    _place(plan, ids, before, count, slots, rows, blocks)
+    _place(plan, ids, _members(plan, ids), before, count, slots, rows, blocks)
 
 
-def _arange(n: int) -> jax.Array:
-    return jnp.arange(n, dtype=jnp.int32)
+def _arange(least: int) -> jax.Array:
+    """0, 1, ... of a size that a tile can have: a power of two, here of at least 16."""
+    return jnp.arange(next_power_of_2(max(least, 16)), dtype=jnp.int32)
 
 
 def _tile_tokens(plan: _Plan) -> jax.Array:
     return pl.program_id(0) * plan.tile + _arange(plan.tile)
 
 
-def _select(plan: _Plan, source: Any, num_tokens: Any, first: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Of the tile's tokens: the group of each of their k choices, -1 for those that aren't here, and the weights."""
-    t = _tile_tokens(plan)
+def _columns(plan: _Plan) -> jax.Array:
+    return jnp.arange(next_power_of_2(plan.top_k), dtype=jnp.int32)
+
+
+def _choices(plan: _Plan) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Where the tile's part of an array [T, k] is, and which of it exists."""
+    t, j = _tile_tokens(plan)[:, None], _columns(plan)[None]
+    return (t, j), (t < plan.tokens) & (j < plan.top_k)
+
+
+def _select(plan: _Plan, source: Any, num_tokens: Any, first: Any, weights: tuple[Any, ...]) -> jax.Array:
+    """int32 [tile, k]: the group of each choice of the tile's tokens, -1: not here. Stores the weights."""
+    at, ok = _choices(plan)
     if plan.experts:
-        ids, weights = _top_k(plan, source, t)
+        ids, values = _top_k(plan, source)
+        plt.store(weights[0].at[at], values, mask=ok)
     else:
-        ids = [plt.load(source.at[t, j], mask=t < plan.tokens, other=-1) for j in range(plan.top_k)]
-        weights = []
-    local = [i - first[0] for i in ids]
-    real = t < jnp.minimum(num_tokens[0], plan.tokens)
-    return [jnp.where(real & (i >= 0) & (i < plan.groups), i, -1) for i in local], weights
+        ids = plt.load(source.at[at], mask=ok, other=-1)
+    local = ids - first[0]
+    here = ok & (at[0] < num_tokens[0]) & (local >= 0) & (local < plan.groups)
+    return jnp.where(here, local, -1)
 
 
-def _top_k(plan: _Plan, logits_ref: Any, t: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-    e = _arange(next_power_of_2(max(plan.experts, 16)))
-    known = (e < plan.experts)[None]
-    logits = plt.load(logits_ref.at[t[:, None], e[None]], mask=(t < plan.tokens)[:, None] & known, other=0.0)
+def _top_k(plan: _Plan, logits_ref: Any) -> tuple[jax.Array, jax.Array]:
+    t, e, column = _tile_tokens(plan)[:, None], _arange(plan.experts)[None], _columns(plan)[None]
+    known = e < plan.experts
+    logits = plt.load(logits_ref.at[t, e], mask=(t < plan.tokens) & known, other=0.0)
     logits = jnp.where(known, logits, -jnp.inf)
     exp = jnp.exp(logits - logits.max(1)[:, None])
     left = jnp.where(known, exp / exp.sum(1)[:, None], -1.0)
-    ids, weights = [], []
-    for _ in range(plan.top_k):
-        best = jnp.argmax(left, axis=1).astype(jnp.int32)
-        ids.append(best)
-        weights.append(left.max(1))
-        left = jnp.where(e[None] == best[:, None], -1.0, left)
-    if plan.normalise:
-        total = sum(weights[1:], weights[0])
-        weights = [w / total for w in weights]
-    return ids, weights
+
+    def pick(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        left, ids, values = carry
+        best, now = jnp.argmax(left, axis=1).astype(jnp.int32)[:, None], column == j
+        return (
+            jnp.where(e == best, -1.0, left),
+            jnp.where(now, best, ids),
+            jnp.where(now, left.max(1)[:, None], values),
+        )
+
+    shape = (plan.tile, column.shape[1])
+    start = (left, jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+    _, ids, values = lax.fori_loop(0, plan.top_k, pick, start)
+    return ids, values / values.sum(1)[:, None] if plan.normalise else values
 
 
-def _store_weights(plan: _Plan, weights: list[jax.Array], refs: tuple[Any, ...]) -> None:
-    t = _tile_tokens(plan)
-    for j, column in enumerate(weights):
-        plt.store(refs[0].at[t, j], column, mask=t < plan.tokens)
-
-
-def _members(plan: _Plan, ids: list[jax.Array]) -> jax.Array:
+def _members(plan: _Plan, ids: jax.Array) -> jax.Array:
     """int32 [tile, G]: 1 where the token takes part in the group."""
-    g = _arange(next_power_of_2(max(plan.groups, 16)))[None]
-    return sum((i[:, None] == g).astype(jnp.int32) for i in ids[1:]) + (ids[0][:, None] == g).astype(jnp.int32)
+    g, column = _arange(plan.groups)[None], _columns(plan)[None]
+
+    def add(j: jax.Array, members: jax.Array) -> jax.Array:
+        return members + (_column(ids, column == j)[:, None] == g).astype(jnp.int32)
+
+    return lax.fori_loop(0, plan.top_k, add, jnp.zeros((plan.tile, g.shape[1]), jnp.int32))
+
+
+def _column(values: jax.Array, chosen: jax.Array) -> jax.Array:
+    return jnp.where(chosen, values, 0).sum(1)
 
 
 def _place(
-    plan: _Plan, ids: list[jax.Array], before: jax.Array, count: jax.Array, slots: Any, rows: Any, blocks: Any
+    plan: _Plan,
+    ids: jax.Array,
+    members: jax.Array,
+    before: jax.Array,  # int32 [G]  members of each group in earlier tiles
+    count: jax.Array,  # int32 [G]  and in all
+    slots: Any,
+    rows: Any,
+    blocks: Any,
 ) -> None:
-    """before, count int32 [G]: members of each group in earlier tiles, and in all."""
     size = plan.block_rows
-    g = _arange(next_power_of_2(max(plan.groups, 16)))
-    t = _tile_tokens(plan)
+    g, column = _arange(plan.groups), _columns(plan)[None]
     of_group = (count + (size - 1)) // size
     ends = jnp.cumsum(of_group)
     starts = (ends - of_group) * size
-    members = _members(plan, ids)
     place = jnp.cumsum(members, axis=0) - members + (starts + before)[None]
+
+    def find(j: jax.Array, found: jax.Array) -> jax.Array:
+        group = _column(ids, column == j)[:, None]
+        return jnp.where(column == j, _column(place, group == g[None])[:, None], found)
+
+    slot = lax.fori_loop(0, plan.top_k, find, jnp.zeros(ids.shape, jnp.int32))
+    at, ok = _choices(plan)
+    plt.store(slots.at[at], jnp.where(ids >= 0, slot, -1), mask=ok)
     # Masked lanes point at a row that is never used: in the interpreter they write back what was there, after others
     # may have changed it.
     unused = jnp.int32(plan.blocks * size - 1)
-    for j, group in enumerate(ids):
-        slot = jnp.where(group[:, None] == g[None], place, 0).sum(1)
-        plt.store(slots.at[t, j], jnp.where(group >= 0, slot, -1), mask=t < plan.tokens)
-        plt.store(rows.at[jnp.where(group >= 0, slot, unused)], t, mask=group >= 0)
+    token = jnp.broadcast_to(at[0], ids.shape)
+    plt.store(rows.at[jnp.where(ids >= 0, slot, unused)], token, mask=ids >= 0)
 
     @pl.when(pl.program_id(0) == 0)
     def _() -> None:
-        pad = _arange(size)[None]
-        ok = pad < (of_group * size - count)[:, None]
-        at = jnp.where(ok, (starts + count)[:, None] + pad, unused)
-        plt.store(rows.at[at], jnp.full(at.shape, plan.tokens, jnp.int32), mask=ok)
+        pad = jnp.arange(size, dtype=jnp.int32)[None]
+        free = pad < (of_group * size - count)[:, None]
+        at = jnp.where(free, (starts + count)[:, None] + pad, unused)
+        plt.store(rows.at[at], jnp.full(at.shape, plan.tokens, jnp.int32), mask=free)
 
         def name(i: jax.Array, carry: jax.Array) -> jax.Array:
             at = i * CHUNK + _arange(CHUNK)

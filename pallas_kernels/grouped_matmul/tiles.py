@@ -40,7 +40,7 @@ def _default(block_rows: int, gated: bool, x_dtype: str, w_dtype: str, target: T
         return Tile(64, 128 if one_byte else 64, 4, 3)
     if target.capability < (9, 0):
         return Tile(64 if gated else 128, 64, 4, 3)
-    return Tile(128, 64, 4 if block_rows <= 64 else 8, 3)
+    return Tile(128, 64, 4 if block_rows <= 64 and not gated else 8, 3)
 
 
 def _within_shared_memory(tile: Tile, block_rows: int, gated: bool, x_dtype: str, target: Target) -> Tile:
