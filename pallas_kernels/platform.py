@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,6 +73,21 @@ def next_power_of_2(n: int) -> int:
 def tuned(op: str, target: Target, case: str) -> dict[str, Any] | None:
     """The tile that a card of this capability has shown fastest (``tuned/sm_90.json``, written by benchmarks/gpu.py)."""
     return _table(target.capability).get(op, {}).get(case)
+
+
+@contextmanager
+def trial(op: str, target: Target, case: str, tile: dict[str, Any]) -> Iterator[None]:
+    """While open, ``tuned`` answers with this tile. What JAX has traced before keeps the tile it had."""
+    cases = _table(target.capability).setdefault(op, {})
+    before = cases.get(case)
+    cases[case] = tile
+    try:
+        yield
+    finally:
+        if before is None:
+            del cases[case]
+        else:
+            cases[case] = before
 
 
 @cache
