@@ -21,7 +21,7 @@ from pallas_kernels.paged_attention.shapes import decode_splits, decode_tile
 from pallas_kernels.platform import Target, next_power_of_2
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """All that is static. ``rows``: of the grid; ``tile``: key positions a program takes at once."""
 
     tokens: int
@@ -39,6 +39,60 @@ class _Shape(NamedTuple):
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
+
+    @property
+    def lanes(self) -> int:
+        """Rows of the tensor cores' tile that the group's heads are padded to: 16 at least."""
+        return next_power_of_2(max(self.group, 16))
+
+
+class Static(NamedTuple):
+    """What a decode program is traced for, beside shapes."""
+
+    rows: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    target: Target
+
+
+def operands_of(
+    q: jax.Array,
+    pool: jax.Array,
+    *,
+    layer: int | jax.Array,
+    block_tables: jax.Array,
+    token_rows: jax.Array,
+    positions: jax.Array,
+    count: jax.Array,
+    num_tokens: jax.Array,
+    sinks: jax.Array | None,
+    alibi: jax.Array | None,
+    kv_scales: jax.Array | None,
+    **static: Any,
+) -> tuple[dict[str, jax.Array], Static]:
+    """The arguments of ``decode_triton`` as the kernels take them: scalars as arrays of one, no absent ones."""
+    operands = {
+        "q": q,
+        "pool": pool,
+        "layer": jnp.asarray(layer, jnp.int32).reshape(1),
+        "tables": block_tables,
+        "rows": token_rows,
+        "positions": positions,
+        "count": count.reshape(1),
+        "num_tokens": num_tokens.reshape(1),
+    }
+    optional = {"sinks": sinks, "alibi": alibi, "scales": kv_scales}
+    return operands | {name: x for name, x in optional.items() if x is not None}, Static(**static)
+
+
+def shape_of(operands: dict[str, jax.Array], tile: int, static: Static) -> Shape:
+    q, pool = operands["q"], operands["pool"]
+    tokens, heads, dim = q.shape
+    _, _, _, kv_heads, block, _ = pool.shape
+    splits = decode_splits(static.rows, kv_heads, operands["tables"].shape[1] * block, static.target)
+    scores = (static.scale, static.window, static.soft_cap)
+    return Shape(tokens, static.rows, heads, kv_heads, dim, block, tile, splits, *scores)
 
 
 def decode_triton(
@@ -61,88 +115,95 @@ def decode_triton(
     target: Target,
 ) -> jax.Array:
     """[T, N, H]: tokens [:count] attended, tokens [num_tokens:] zero, those between left unwritten (not even zero)."""
-    operands = {
-        "q": q,
-        "pool": pool,
-        "layer": jnp.asarray(layer, jnp.int32).reshape(1),
-        "tables": block_tables,
-        "rows": token_rows,
-        "positions": positions,
-        "counts": jnp.stack([count, num_tokens]),
-    }
-    optional = {"sinks": sinks, "alibi": alibi, "scales": kv_scales}
-    operands |= {name: x for name, x in optional.items() if x is not None}
-    return _call(operands, rows=rows, scale=scale, window=window, soft_cap=soft_cap, target=target)
+    operands, static = operands_of(
+        q,
+        pool,
+        layer=layer,
+        block_tables=block_tables,
+        token_rows=token_rows,
+        positions=positions,
+        count=count,
+        num_tokens=num_tokens,
+        rows=rows,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        alibi=alibi,
+        kv_scales=kv_scales,
+        target=target,
+    )
+    return _call(operands, static)
 
 
-@partial(jax.jit, static_argnames=("rows", "scale", "window", "soft_cap", "target"))
-def _call(
-    operands: dict[str, jax.Array],
-    *,
-    rows: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    target: Target,
-) -> jax.Array:
-    q, pool = operands["q"], operands["pool"]
-    tokens, heads, dim = q.shape
-    _, _, _, kv_heads, block, _ = pool.shape
-    tile = decode_tile(q, pool, target)
-    splits = decode_splits(rows, kv_heads, operands["tables"].shape[1] * block, target)
-    s = _Shape(tokens, rows, heads, kv_heads, dim, block, tile["block"], splits, scale, window, soft_cap)
+@partial(jax.jit, static_argnames=("static",))
+def _call(operands: dict[str, jax.Array], static: Static) -> jax.Array:
+    q, target = operands["q"], static.target
+    tile = decode_tile(q, operands["pool"], target)
+    s = shape_of(operands, tile["block"], static)
     params = plt.CompilerParams(num_warps=tile["num_warps"], num_stages=tile["num_stages"])
-    if splits == 1:
+    if s.splits == 1:
         return pl.pallas_call(
             partial(_decode_kernel, list(operands), s),
             out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-            grid=(rows, kv_heads, 1),
+            grid=(s.rows, s.kv_heads, 1),
             compiler_params=params,
             interpret=target.interpret,
             name="paged_decode",
         )(*operands.values())
-    partials = [
-        jax.ShapeDtypeStruct((rows, heads, splits, dim), jnp.float32),
-        jax.ShapeDtypeStruct((rows, heads, 2, splits), jnp.float32),  # maximum and sum of weights
-    ]
     first = {name: x for name, x in operands.items() if name != "sinks"}
     values, stats = pl.pallas_call(
         partial(_decode_kernel, list(first), s),
-        out_shape=partials,
-        grid=(rows, kv_heads, splits),
+        out_shape=partials(s, s.lanes),
+        grid=(s.rows, s.kv_heads, s.splits),
         compiler_params=params,
         interpret=target.interpret,
         name="paged_decode",
     )(*first.values())
-    second = {"values": values, "stats": stats}
-    second |= {name: operands[name] for name in ("positions", "counts", "sinks") if name in operands}
+    return combine(operands, values, stats, s, interpret=target.interpret)
+
+
+def partials(s: Shape, lanes: int) -> list[jax.ShapeDtypeStruct]:
+    """What each split leaves: weighted values [rows, K, splits, G, H]; maximum and sum of weights [..., 2, lanes]."""
+    lead = (s.rows, s.kv_heads, s.splits)
+    return [
+        jax.ShapeDtypeStruct((*lead, s.group, s.dim), jnp.float32),
+        jax.ShapeDtypeStruct((*lead, 2, lanes), jnp.float32),
+    ]
+
+
+def combine(
+    operands: dict[str, jax.Array], values: jax.Array, stats: jax.Array, s: Shape, interpret: bool
+) -> jax.Array:
+    """[T, N, H] from the partial sums of ``partials``."""
+    given = {name: operands[name] for name in ("positions", "count", "num_tokens", "sinks") if name in operands}
+    given |= {"values": values, "stats": stats}
     return pl.pallas_call(
-        partial(_combine_kernel, list(second), s),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(rows, heads),
+        partial(_combine_kernel, list(given), s),
+        out_shape=jax.ShapeDtypeStruct((s.tokens, s.heads, s.dim), operands["q"].dtype),
+        grid=(s.rows, s.heads),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=target.interpret,
+        interpret=interpret,
         name="paged_combine",
-    )(*second.values())
+    )(*given.values())
 
 
-def _tiles(position: jax.Array, s: _Shape) -> tuple[jax.Array, jax.Array, jax.Array]:
+def tiles_of_split(position: jax.Array, s: Shape) -> tuple[jax.Array, jax.Array, jax.Array]:
     """First tile of a row, the one after its last, and the tiles of one split."""
     first = jnp.int32(0) if s.window is None else jnp.maximum(position - (s.window - 1), 0) // s.tile
     stop = (position + s.tile) // s.tile
     return first, stop, (stop - first + s.splits - 1) // s.splits
 
 
-def _decode_kernel(names: list[str], s: _Shape, *refs: Any) -> None:
+def _decode_kernel(names: list[str], s: Shape, *refs: Any) -> None:
     ref, outs = dict(zip(names, refs, strict=False)), refs[len(names) :]
     token, head, split = (pl.program_id(axis) for axis in range(3))
-    count, num_tokens = ref["counts"][0], ref["counts"][1]
-    rows = next_power_of_2(max(s.group, 16))  # tensor cores take 16 at least
-    g = jnp.arange(rows, dtype=jnp.int32)
+    count, num_tokens = ref["count"][0], ref["num_tokens"][0]
+    g = jnp.arange(s.lanes, dtype=jnp.int32)
     d = jnp.arange(next_power_of_2(s.dim), dtype=jnp.int32)
     heads, inside = head * s.group + g, (g[:, None] < s.group) & (d[None] < s.dim)
     position = ref["positions"][token]
-    first, stop, each = _tiles(position, s)
+    first, stop, each = tiles_of_split(position, s)
     low = first + split * each
     high = jnp.minimum(low + each, stop)
 
@@ -163,14 +224,14 @@ def _decode_kernel(names: list[str], s: _Shape, *refs: Any) -> None:
     @pl.when((token < count) & (low < high))
     def _() -> None:
         state = attend()
-        plt.store(outs[0].at[token, heads[:, None], split, d[None]], state.acc, mask=inside)
-        plt.store(outs[1].at[token, heads, 0, split], state.top, mask=g < s.group)
-        plt.store(outs[1].at[token, heads, 1, split], state.total, mask=g < s.group)
+        plt.store(outs[0].at[token, head, split, g[:, None], d[None]], state.acc, mask=inside)
+        plt.store(outs[1].at[token, head, split, 0, g], state.top, mask=g < s.group)
+        plt.store(outs[1].at[token, head, split, 1, g], state.total, mask=g < s.group)
 
 
 def _attend(
     ref: dict[str, Any],
-    s: _Shape,
+    s: Shape,
     token: jax.Array,
     head: jax.Array,
     tiles: tuple[jax.Array, jax.Array],
@@ -178,8 +239,8 @@ def _attend(
 ) -> common.Softmax:
     """The token's heads of one KV head over the given tiles."""
     pool, dtype = ref["pool"], common.compute_dtype(ref["q"].dtype, ref["pool"].dtype)
-    rows, padded = next_power_of_2(max(s.group, 16)), next_power_of_2(s.dim)
-    g, d = jnp.arange(rows, dtype=jnp.int32), jnp.arange(padded, dtype=jnp.int32)
+    padded = next_power_of_2(s.dim)
+    g, d = jnp.arange(s.lanes, dtype=jnp.int32), jnp.arange(padded, dtype=jnp.int32)
     inside = (g[:, None] < s.group) & (d[None] < s.dim)
     q = plt.load(ref["q"].at[token, (head * s.group + g)[:, None], d[None]], mask=inside, other=0).astype(dtype)
     slopes = plt.load(ref["alibi"].at[head * s.group + g], mask=g < s.group, other=0.0) if "alibi" in ref else None
@@ -206,24 +267,25 @@ def _attend(
         )
         return common.absorb(state, x, common.load_kv(pool, layer, 1, *where, dtype), value_scales)
 
-    return lax.fori_loop(*tiles, body, common.Softmax.start(rows, padded))
+    return lax.fori_loop(*tiles, body, common.Softmax.start(s.lanes, padded))
 
 
-def _combine_kernel(names: list[str], s: _Shape, *refs: Any) -> None:
+def _combine_kernel(names: list[str], s: Shape, *refs: Any) -> None:
     ref, out = dict(zip(names, refs, strict=False)), refs[-1]
     token, head = pl.program_id(0), pl.program_id(1)
-    count, num_tokens = ref["counts"][0], ref["counts"][1]
+    count, num_tokens = ref["count"][0], ref["num_tokens"][0]
     d = jnp.arange(next_power_of_2(s.dim), dtype=jnp.int32)
-    first, stop, each = _tiles(ref["positions"][token], s)
+    first, stop, each = tiles_of_split(ref["positions"][token], s)
 
     @pl.when(token < count)
     def _() -> None:
         split = jnp.arange(s.splits, dtype=jnp.int32)
         used = split * each < stop - first  # the others have written nothing
-        top = plt.load(ref["stats"].at[token, head, 0, split], mask=used, other=common.MASKED)
-        total = plt.load(ref["stats"].at[token, head, 1, split], mask=used, other=0.0)
+        kv_head, g = head // s.group, head % s.group
+        top = plt.load(ref["stats"].at[token, kv_head, split, 0, g], mask=used, other=common.MASKED)
+        total = plt.load(ref["stats"].at[token, kv_head, split, 1, g], mask=used, other=0.0)
         mask = used[:, None] & (d[None] < s.dim)
-        values = plt.load(ref["values"].at[token, head, split[:, None], d[None]], mask=mask, other=0.0)
+        values = plt.load(ref["values"].at[token, kv_head, split[:, None], g, d[None]], mask=mask, other=0.0)
         highest = top.max(axis=0)
         if "sinks" in ref:
             highest = jnp.maximum(highest, ref["sinks"][head] * common.LOG2E)
@@ -238,7 +300,7 @@ def _combine_kernel(names: list[str], s: _Shape, *refs: Any) -> None:
 
 
 def _clear(
-    out: Any, s: _Shape, token: jax.Array, num_tokens: jax.Array, heads: jax.Array, d: jax.Array, mask: jax.Array
+    out: Any, s: Shape, token: jax.Array, num_tokens: jax.Array, heads: jax.Array, d: jax.Array, mask: jax.Array
 ) -> None:
     """Zeros in padding tokens, each of which has one program of the grid: finite, whatever was there."""
     if s.rows == s.tokens:
