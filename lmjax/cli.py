@@ -1,4 +1,4 @@
-"""The command line: ``lmjax serve`` and ``lmjax generate``. It wires the layers together; heavy imports come late."""
+"""The command line. It wires the layers together; heavy imports come late."""
 
 from __future__ import annotations
 
@@ -10,11 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from lmjax import __version__
 from lmjax.config import ConfigError, EngineConfig
-from lmjax.flags import SAMPLING, SERVER, Parser, add_options, engine_options, settings_of
+from lmjax.flags import (
+    COMPILE,
+    DEVICES,
+    PLAN,
+    SAMPLING,
+    SERVER,
+    SIZING,
+    Option,
+    Parser,
+    add_options,
+    engine_options,
+    settings_of,
+)
 from lmjax.types import EngineDeadError
 
 if TYPE_CHECKING:
     from lmjax.engine.async_engine import AsyncEngine
+    from lmjax.planning import Target
     from server.settings import ServerSettings
 
 _SETTINGS_NAMES = {
@@ -26,7 +39,7 @@ _SETTINGS_NAMES = {
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 fine, 1 failed, 2 wrong flags, settings or input, 130 interrupted."""
     arguments = _parser().parse_args(argv)
-    command = {"serve": _serve, "generate": _generate}[arguments.command]
+    command = _COMMANDS[arguments.command]
     try:
         return command(arguments)
     except KeyboardInterrupt:
@@ -48,7 +61,7 @@ def _fail(command: str, error: Exception, code: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="lmjax", description="Serving large language models with JAX and XLA alone.")
     parser.add_argument("--version", action="version", version=f"lmjax {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,generate}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(_COMMANDS) + "}")
     options = engine_options()
 
     serve = commands.add_parser("serve", help="the OpenAI-compatible server")
@@ -62,10 +75,23 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--system", metavar="TEXT", help="the system message")
     generate.add_argument("--raw", action="store_true", help="go on with the text itself, without the chat template")
     add_options(generate, "sampling", SAMPLING)
-    for command in (serve, generate):
+    plan = commands.add_parser("plan", help="whether and how a model fits NVIDIA cards, found without one")
+    add_options(plan, "plan", PLAN)
+    compile = commands.add_parser("compile", help="writes a bundle of executables that serve can start from")
+    add_options(compile, "compile", COMPILE)
+    for command in (plan, compile):
+        add_options(command, "devices", DEVICES)
+    for command in (serve, generate, plan, compile):
         command.add_argument("--config", metavar="FILE", help="JSON or TOML with settings, named as the flags")
+    for command in (serve, generate):
         add_options(command, "engine", options)
+    add_options(plan, "engine", _sizing_options())
+    add_options(compile, "engine", _sizing_options("bundle"))
     return parser
+
+
+def _sizing_options(*more: str) -> tuple[Option, ...]:
+    return tuple(option for option in engine_options() if option.name in (*SIZING, *more))
 
 
 # --- serve --------------------------------------------------------------------------------------------------------
@@ -123,6 +149,38 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     return run(job, config)
 
+
+# --- plan, compile ------------------------------------------------------------------------------------------------
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from lmjax.planning import plan
+
+    given = settings_of(arguments, (*_sizing_options(), *DEVICES, *PLAN))
+    length, as_json = given.pop("length", None), given.pop("json", False)
+    target = _target(given)
+    return plan(EngineConfig(**given).validate(), target, length, as_json)
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    from lmjax.planning import compile
+
+    given = settings_of(arguments, (*_sizing_options("bundle"), *DEVICES, *COMPILE))
+    autotune_results = given.pop("autotune_results", None)
+    target = _target(given)
+    return compile(EngineConfig(**given).validate(), target, autotune_results)
+
+
+def _target(given: dict[str, Any]) -> Target:
+    """Takes the options of ``DEVICES`` out of ``given``."""
+    from lmjax.planning import Target
+
+    if "device" not in given:
+        raise ConfigError("--device: is missing; for which card?")
+    return Target(**{option.name: given.pop(option.name) for option in DEVICES if option.name in given})
+
+
+_COMMANDS = {"serve": _serve, "generate": _generate, "plan": _plan, "compile": _compile}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -41,11 +41,15 @@ class PoolFacts:
 
 @dataclass
 class Bundle:
-    """``identity``: what must be equal (see there). ``programs``: {name: {file, sha256, arguments, result}}."""
+    """``identity``: what must be equal (see there). ``programs``: {name: {file, sha256, arguments, result}}.
+
+    ``made_with``: what else the programs were made with; another run adds to the bundle only with the same.
+    """
 
     path: Path
     identity: dict[str, str]
     pool: PoolFacts
+    made_with: dict[str, str] = field(default_factory=dict)
     programs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @staticmethod
@@ -58,17 +62,14 @@ class Bundle:
             raise BundleError(f"{folder}: format {manifest.get('format')!r}, this lmjax reads {FORMAT}")
         try:
             pool = PoolFacts(**manifest["pool"] | {"num_blocks": tuple(manifest["pool"]["num_blocks"])})
-            return Bundle(folder, dict(manifest["identity"]), pool, dict(manifest["programs"]))
+            made_with = dict(manifest["made_with"])
+            return Bundle(folder, dict(manifest["identity"]), pool, made_with, dict(manifest["programs"]))
         except (KeyError, TypeError) as error:
             raise BundleError(f"{folder / MANIFEST}: not a bundle's manifest ({error!r})") from error
 
     def difference(self, identity: dict[str, str]) -> str | None:
         """The first field that differs, with both values; None where all are equal."""
-        for name in dict.fromkeys((*self.identity, *identity)):
-            ours, here = self.identity.get(name), identity.get(name)
-            if ours != here:
-                return f"{name}: {here or 'none'} here, {ours or 'none'} in the bundle"
-        return None
+        return _difference(self.identity, identity)
 
     def load(self, program: Program, devices: list[jax.Device]) -> Any:
         """The executable, ready to be called. Raises ``BundleError``; nothing is executed whose digest differs."""
@@ -128,12 +129,22 @@ class Bundle:
                 "max_model_len": self.pool.max_model_len,
                 "program_bytes": self.pool.program_bytes,
             },
+            "made_with": self.made_with,
             "programs": self.programs,
         }
         _write(self.path / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
-def open_for_writing(path: str | Path, identity: dict[str, str], pool: PoolFacts) -> tuple[Bundle, str | None]:
+def _difference(ours: dict[str, str], here: dict[str, str]) -> str | None:
+    for name in dict.fromkeys((*ours, *here)):
+        if ours.get(name) != here.get(name):
+            return f"{name}: {here.get(name) or 'none'} here, {ours.get(name) or 'none'} in the bundle"
+    return None
+
+
+def open_for_writing(
+    path: str | Path, identity: dict[str, str], pool: PoolFacts, made_with: dict[str, str]
+) -> tuple[Bundle, str | None]:
     """The bundle at ``path`` with what is finished of it; a new one where there is none, or another one's.
 
     Second: which field of the old bundle differed, where there was one to be replaced. Raises ``BundleError`` for a
@@ -145,16 +156,16 @@ def open_for_writing(path: str | Path, identity: dict[str, str], pool: PoolFacts
     reason = None
     if (folder / MANIFEST).exists():
         old = Bundle.read(folder)
-        reason = old.difference(identity) or (
-            None if old.pool == pool else f"the KV pool: {pool} here, {old.pool} there"
-        )
+        reason = old.difference(identity) or _difference(old.made_with, made_with)
+        if reason is None and old.pool != pool:
+            reason = f"the KV pool: {pool} here, {old.pool} there"
         if reason is None:
             return old, None
         for file in folder.glob("*.bin"):
             file.unlink()
     elif any(folder.iterdir()):
         raise BundleError(f"{folder} holds something else than a bundle")
-    made = Bundle(folder, identity, pool)
+    made = Bundle(folder, identity, pool, made_with)
     made.write_manifest()
     return made, reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from lmjax.runtime.bundle import Bundle, BundleError, PoolFacts, open_for_writin
 from lmjax.runtime.compiler import compile_all
 from lmjax.runtime.identity import identity
 from lmjax.runtime.memory import available_memory, cpu_pool_budget, plan_kv, pool_bytes, pool_is_set
+from lmjax.runtime.plan import Deployment, make_plan
 from lmjax.runtime.platform import configure_jax, no_compilation_cache
 from lmjax.runtime.programs import all_programs
-from lmjax.runtime.resolve import Resolved, resolve
-from lmjax.weights.source import ModelSource, read_json, resolve_model
+from lmjax.runtime.resolve import Resolved, model_source, resolve
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,24 @@ def compile_for_cpu(config: EngineConfig, path: str | Path, tell: Callable[[str]
     return write(resolved, _earlier_pool(path, resolved, devices, budget) or pool, devices, path, tell)
 
 
+def compile_for_card(
+    deployment: Deployment, path: str | Path, tell: Callable[[str], None], autotune_results: str | None = None
+) -> Written:
+    """Writes the programs for cards that need not be there. autotune_results: a file that such a card has dumped.
+
+    Raises ``ConfigError``, also where the model does not fit the cards.
+    """
+    configure_jax(deployment.config)
+    plan = make_plan(deployment, None, tell)
+    if plan.pool is None:
+        raise ConfigError(f"--device: it does not fit {plan.devices} x {plan.card.name}: {plan.refusal}")
+    resolved = deployment.resolve()
+    assert resolved.placement is not None
+    pool = PoolFacts(plan.pool.num_blocks, plan.pool.max_model_len, plan.program_bytes)
+    devices = list(resolved.placement.mesh.devices.flat)
+    return write(resolved, pool, devices, path, tell, autotune_results)
+
+
 def _earlier_pool(path: str | Path, resolved: Resolved, devices: list[jax.Device], budget: int) -> PoolFacts | None:
     """Of an earlier run for the same: free memory has changed since, and a pool that still fits need not."""
     try:
@@ -63,13 +82,19 @@ def _earlier_pool(path: str | Path, resolved: Resolved, devices: list[jax.Device
 
 
 def write(
-    resolved: Resolved, pool: PoolFacts, devices: list[jax.Device], path: str | Path, tell: Callable[[str], None]
+    resolved: Resolved,
+    pool: PoolFacts,
+    devices: list[jax.Device],
+    path: str | Path,
+    tell: Callable[[str], None],
+    autotune_results: str | None = None,
 ) -> Written:
     """Compiles what the bundle at ``path`` does not have yet; each program is kept as soon as it is done."""
+    options, made_with = _autotuned(autotune_results)
     shapes = resolved.shapes(pool.num_blocks, pool.max_model_len)
     wanted = all_programs(shapes, resolved.buckets(pool.max_model_len))
     try:
-        bundle, replaced = open_for_writing(path, identity(resolved, devices), pool)
+        bundle, replaced = open_for_writing(path, identity(resolved, devices), pool, made_with)
         if replaced:
             tell(f"{path} held a bundle for something else and is made anew: {replaced}")
         missing = {key: program for key, program in wanted.items() if not bundle.has(program)}
@@ -78,16 +103,19 @@ def write(
         if missing:
             tell(f"compiling {len(missing)} programs, the largest first")
             with no_compilation_cache():
-                compile_all(missing, tell, lambda key, executable: bundle.add(missing[key], executable))
+                compile_all(missing, tell, lambda key, executable: bundle.add(missing[key], executable), options)
     except (BundleError, OSError) as error:
         raise ConfigError(f"--bundle: {error}") from error
     return Written(bundle.path, len(missing), len(wanted) - len(missing))
 
 
-def model_source(config: EngineConfig) -> ModelSource:
-    """The model; here a config.json alone is enough of it. Raises ``WeightError``."""
-    path = Path(config.model).expanduser()
-    if path.suffix != ".json" or not path.is_file():
-        return resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides or None)
-    values = read_json(path) | (config.hf_overrides or {})
-    return ModelSource(path=path.parent, kind="hf", config=values, generation_config={}, weights=path.parent)
+def _autotuned(path: str | None) -> tuple[dict[str, str], dict[str, str]]:
+    """XLA's option for a file of autotune results, and what the bundle says of it."""
+    if path is None:
+        return {}, {"autotune results": "none"}
+    try:
+        content = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--autotune-results: {path}: {error.strerror}") from error
+    where = str(Path(path).expanduser().resolve())
+    return {"xla_gpu_load_autotune_results_from": where}, {"autotune results": hashlib.sha256(content).hexdigest()[:16]}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +34,37 @@ class Program:
     arguments: tuple[Any, ...]
     donate: tuple[int, ...] = ()
 
-    def compile(self) -> Any:
+    def compile(self, options: dict[str, Any] | None = None) -> Any:
+        """For the devices that the arguments are placed on. options: XLA's, by name."""
         # without this, XLA keeps unused arguments' buffers out of the call and their donation with them
         jitted = jax.jit(self.function, donate_argnums=self.donate, keep_unused=True)
-        return jitted.lower(*self.arguments).compile()
+        with self._traced_for():
+            lowered = jitted.lower(*self.arguments)
+        return lowered.compile(compiler_options=options)
+
+    def _traced_for(self) -> Any:
+        """From jax 0.11 the abstract mesh tells Pallas which card a kernel is lowered for."""
+        for leaf in jax.tree.leaves(self.arguments):
+            if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
+                return jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
+        return contextlib.nullcontext()
 
 
 def compile_all(
     programs: dict[Hashable, Program],
     progress: Callable[[str], None] | None,
     finished: Callable[[Hashable, Any], None] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> dict[Hashable, Any]:
     """Compiles all programs, the slowest (given first) first. Returns the executables by the same keys.
 
     progress is told about once a second, and at the end; finished gets each executable as it is done.
+    options: XLA's, by name.
     """
     begin = told = time.monotonic()
     done: dict[Hashable, Any] = {}
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="compile") as pool:
-        futures = {pool.submit(program.compile): key for key, program in programs.items()}
+        futures = {pool.submit(program.compile, options): key for key, program in programs.items()}
         for future in as_completed(futures):
             key = futures[future]
             try:

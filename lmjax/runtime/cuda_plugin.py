@@ -59,6 +59,8 @@ def cuda_topology(target_config: str, shape: str) -> Any:
 @contextlib.contextmanager
 def _no_driver_needed() -> Iterator[None]:
     """The plugin's start ends in cuInit otherwise."""
+    # its compiler takes stack traces that nobody sees; an installed llvm-symbolizer makes that 25 s a program
+    os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
     name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -13,15 +13,18 @@ from typing import Any
 import jax
 import jaxlib
 
-from lmjax.runtime import cards
+from lmjax.runtime import cards, gpu_settings
 from lmjax.runtime.compiler import Program
 from lmjax.runtime.platform import cpu_id
 from lmjax.runtime.resolve import Resolved
 
 # what programs are made of; the tuned tiles (JSON) lie among the kernels
-_SOURCES = ("pallas_kernels", "lmjax/models", "lmjax/nn", "lmjax/runtime", "lmjax/sampling")
-# XLA flags that change no program
-_NEUTRAL_FLAGS = ("--xla_dump", "--xla_gpu_dump_autotune", "--xla_gpu_load_autotune", "--xla_force_host_platform")
+_SOURCES = ("pallas_kernels", "lmjax/models", "lmjax/nn", "lmjax/parallel", "lmjax/runtime", "lmjax/sampling")
+# XLA flags that change no program, those among them that a machine with a card sets by itself
+_NEUTRAL_FLAGS = (
+    *("--xla_dump", "--xla_gpu_dump_autotune", "--xla_gpu_load_autotune", "--xla_force_host_platform"),
+    *(f"--{setting.name}" for setting in gpu_settings.settings(0.0) if setting.is_flag),
+)
 
 
 def identity(resolved: Resolved, devices: list[jax.Device]) -> dict[str, str]:
@@ -30,7 +33,9 @@ def identity(resolved: Resolved, devices: list[jax.Device]) -> dict[str, str]:
     return {
         **versions(devices[0]),
         **device_facts(devices[0]),
-        "number of devices": str(len(devices)),
+        "--tensor-parallel-size": str(resolved.num_devices),
+        "--enable-expert-parallel": str(resolved.env.spread_experts),
+        "attention": str(resolved.env.attention),
         "model": f"{spec.model_type} of {len(spec.layers)} layers, {digest(repr(replace(spec, max_len=0)))}",
         "--max-model-len": str(spec.max_len),
         "--dtype": resolved.dtype,
@@ -91,7 +96,9 @@ def arguments_digest(program: Program) -> str:
 
 
 def _placement(x: Any) -> str:
-    return str(getattr(getattr(x, "sharding", None), "spec", ""))
+    """One device is one device, whether it was named or not."""
+    sharding = getattr(x, "sharding", None)
+    return str(sharding.spec) if sharding is not None and len(sharding.device_set) > 1 else ""
 
 
 def digest(text: str) -> str:

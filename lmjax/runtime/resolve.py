@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +12,23 @@ from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.models.registry import dtype_from_hf, spec_from_hf
 from lmjax.models.spec import DecoderSpec
-from lmjax.runtime.buckets import Buckets
-from lmjax.runtime.programs import Shapes, forward_program
+from lmjax.nn.env import ALONE, Env
+from lmjax.parallel.placement import Placement
+from lmjax.parallel.split import spread
+from lmjax.runtime.buckets import Buckets, ForwardKey
+from lmjax.runtime.compiler import Program, compile_all
+from lmjax.runtime.programs import Shapes, forward_program, sample_program
+from lmjax.runtime.state import COPY_BATCH
 from lmjax.types import KVSpec
-from lmjax.weights.source import ModelSource
+from lmjax.weights.source import ModelSource, resolve_model
 
 
 @dataclass(frozen=True)
 class Resolved:
     """A model with every default of its settings filled in, but for the size of the KV pool.
 
-    ``spec``: for the context length that was asked for. ``num_batched``: the token budget of a step.
+    ``spec``: for the context length that was asked for, and what all devices of the placement hold together, as
+    ``kv_specs``. ``num_batched``: the token budget of a step.
     """
 
     config: EngineConfig
@@ -32,12 +39,18 @@ class Resolved:
     kv_specs: tuple[KVSpec, ...]
     num_seqs: int
     num_batched: int
+    env: Env = ALONE
+    placement: Placement | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.placement.size if self.placement else 1
 
     def shapes(self, num_blocks: tuple[int, ...], max_model_len: int) -> Shapes:
         """For a pool of ``num_blocks`` and the context length that it was sized for."""
         return Shapes(
             # some rotary embeddings depend on the served length
-            spec=self.spec if max_model_len == self.spec.max_len else make_spec(self.source, max_model_len),
+            spec=self.spec if max_model_len == self.spec.max_len else self._spec(max_model_len),
             dtype=self.dtype,
             kv_specs=self.kv_specs,
             num_blocks=num_blocks,
@@ -45,15 +58,32 @@ class Resolved:
             max_num_seqs=self.num_seqs,
             max_model_len=max_model_len,
             max_logprobs=self.config.max_logprobs,
+            env=self.env,
+            placement=self.placement,
         )
+
+    def _spec(self, max_model_len: int) -> DecoderSpec:
+        spec = make_spec(self.source, max_model_len)
+        return spread(spec, self.num_devices, self.placement.expert_parallel) if self.placement else spec
 
     def buckets(self, max_model_len: int) -> Buckets:
         return Buckets(self.num_seqs, min(self.num_batched, self.num_seqs * max_model_len))
 
 
-def resolve(config: EngineConfig, source: ModelSource, platform: str) -> Resolved:
-    """platform: "cpu" or "gpu". Raises ``ConfigError`` for settings that don't fit the model."""
+def resolve(
+    config: EngineConfig,
+    source: ModelSource,
+    platform: str,
+    env: Env = ALONE,
+    placement: Placement | None = None,
+) -> Resolved:
+    """platform: "cpu" or "gpu". env: what the programs are traced for; placement: None for the default device.
+
+    Raises ``ConfigError`` for settings that don't fit the model, ``SplitError`` where it can't be spread so.
+    """
     spec = make_spec(source, config.max_model_len)
+    if placement:
+        spec = spread(spec, placement.size, placement.expert_parallel)
     dtype = _dtype(config, source, platform)
     return Resolved(
         config=config,
@@ -64,7 +94,15 @@ def resolve(config: EngineConfig, source: ModelSource, platform: str) -> Resolve
         kv_specs=decoder.kv_specs(spec, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
         num_seqs=config.max_num_seqs or (256 if platform == "gpu" else 64),
         num_batched=_token_budget(config, spec, platform),
+        env=env,
+        placement=placement,
     )
+
+
+def model_source(config: EngineConfig) -> ModelSource:
+    """The model; its config.json alone is enough of it. Raises ``WeightError``."""
+    overrides = config.hf_overrides or None
+    return resolve_model(config.model, config.revision, config.download_dir, overrides, config_only=True)
 
 
 def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
@@ -98,10 +136,43 @@ def num_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """Bytes on one device beside the arguments, as XLA plans them. ``outputs``: but for updated arguments."""
+
+    temporaries: int
+    outputs: int
+
+    @staticmethod
+    def of(executable: Any) -> ProgramMemory:
+        memory = executable.memory_analysis()
+        return ProgramMemory(memory.temp_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+
+
+def step_bytes(shapes: Shapes, programs: Mapping[Hashable, ProgramMemory]) -> int:
+    """What a step needs beside weights, state and pools. programs: the largest forward and sample programs.
+
+    Two steps are in flight: their outputs live side by side. Temporaries don't, programs run one after the other.
+    """
+    logits = max((m.outputs for key, m in programs.items() if isinstance(key, ForwardKey)), default=0)
+    largest = max(m.temporaries + (0 if isinstance(key, ForwardKey) else 2 * m.outputs) for key, m in programs.items())
+    return 2 * logits + max(largest, _copied_bytes(shapes))
+
+
+def _copied_bytes(shapes: Shapes) -> int:
+    """What the program that copies blocks holds on to."""
+    block = sum(kv.bytes_per_token() for kv in shapes.kv_specs) * shapes.block_size
+    return COPY_BATCH * block // (shapes.placement.size if shapes.placement else 1)
+
+
 def program_bytes(resolved: Resolved) -> int:
-    """Temporaries and outputs of the largest program, as XLA plans them. They do not grow with the pool."""
+    """``step_bytes``, measured by compiling the largest programs. They need the same whatever the pool's size."""
     shapes = resolved.shapes(tuple(2 for _ in resolved.kv_specs), resolved.spec.max_len)
-    key = resolved.buckets(resolved.spec.max_len).prompt_logprobs
-    memory = forward_program(shapes, key).compile().memory_analysis()
-    own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return 2 * own + num_bytes(shapes.state())  # two steps are in flight; their outputs live side by side
+    buckets = resolved.buckets(resolved.spec.max_len)
+    sample = max(buckets.sample, key=lambda key: (key.num_rows, key.level, key.logprobs))
+    programs: dict[Hashable, Program] = {
+        sample: sample_program(shapes, sample),
+        buckets.prompt_logprobs: forward_program(shapes, buckets.prompt_logprobs),
+    }
+    done = compile_all(programs, None)
+    return step_bytes(shapes, {key: ProgramMemory.of(executable) for key, executable in done.items()})

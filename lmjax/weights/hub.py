@@ -14,8 +14,10 @@ PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merg
 IGNORED = ["*/*", "consolidated*"]
 
 
-def fetch_model(name: str, revision: str | None, download_dir: str | None) -> Path:
+def fetch_model(name: str, revision: str | None, download_dir: str | None, config_only: bool = False) -> Path:
     """The local snapshot of ``org/name``. Files already there are not fetched again, cut downloads go on.
+
+    config_only: without weights and tokenizer.
 
     The token comes from the environment (``HF_TOKEN``) or ``hf auth login``; ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``
     work as for any user of the hub. Raises ``WeightError``, one line.
@@ -24,7 +26,11 @@ def fetch_model(name: str, revision: str | None, download_dir: str | None) -> Pa
 
     try:
         path = snapshot_download(
-            name, revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS, ignore_patterns=IGNORED
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=["config.json", "generation_config.json"] if config_only else PATTERNS,
+            ignore_patterns=IGNORED,
         )
     except Exception as error:  # errors of the HTTP client come through, and which client it is differs by version
         raise WeightError(repr(name), f"not a directory here, and {_cause(error, name, revision)}") from error

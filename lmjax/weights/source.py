@@ -38,17 +38,20 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
     hf_overrides: dict[str, Any] | None = None,
+    *,
+    config_only: bool = False,
 ) -> ModelSource:
     """Find (or fetch) the model; raises ``WeightError``, one line that has the cause and what would work.
 
     ``hf_overrides`` replace top-level keys of the config, as in vLLM. An existing path wins over a hub name; the name
     ``smollm2`` is always the embedded model (``./smollm2`` is a directory of that name). No weights are read.
+    config_only: no more is needed: a path of a config.json will do, and of a hub model nothing else is fetched.
     """
-    source = _find(model, revision, download_dir)
+    source = _find(model, revision, download_dir, config_only)
     return replace(source, config={**source.config, **hf_overrides}) if hf_overrides else source
 
 
-def _find(model: str, revision: str | None, download_dir: str | None) -> ModelSource:
+def _find(model: str, revision: str | None, download_dir: str | None, config_only: bool) -> ModelSource:
     if model == EMBEDDED:
         from lmjax.weights.embedded import embedded_source
 
@@ -59,10 +62,12 @@ def _find(model: str, revision: str | None, download_dir: str | None) -> ModelSo
     if path.is_file():
         if path.suffix == ".gguf":
             return gguf_source(path)
+        if config_only and path.suffix == ".json":
+            return ModelSource(path.parent, "hf", read_json(path), {}, path.parent)
         raise WeightError(repr(model), f"is a file, but not a .gguf file; {KNOWN}")
     if path.suffix == ".gguf" or not HUB_NAME.fullmatch(model):
         raise WeightError(repr(model), f"no such file or directory; {KNOWN}")
-    return directory_source(fetch_model(model, revision, download_dir))
+    return directory_source(fetch_model(model, revision, download_dir, config_only))
 
 
 def directory_source(path: Path) -> ModelSource:
