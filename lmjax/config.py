@@ -13,6 +13,9 @@ class ConfigError(ValueError):
     """A setting is wrong; one line that names the flag, the value and what is allowed."""
 
 
+BACKENDS = ("auto", "xla", "triton", "mosaic")
+
+
 def _opt(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
     metadata = {"help": help, "choices": choices}
     if isinstance(default, list | dict):
@@ -58,6 +61,13 @@ class EngineConfig:
     max_num_queued_tokens: int | None = _opt(None, "most prompt tokens waiting; more get 429")
     # programs
     compilation_cache_dir: str | None = _opt(None, "persistent compile cache (default: under LMJAX_CACHE or ~/.cache)")
+    attention_backend: str = _opt(
+        "auto", "kernels of attention; auto: Triton on a card of capability 8.0 or above, XLA elsewhere", BACKENDS
+    )
+    step_timeout: float | None = _opt(
+        None,
+        "seconds after which an unfinished step counts as hung and ends the engine; 0: never (default: 60, on a CPU 600)",
+    )
     bundle: str | None = _opt(None, "directory of executables to start from (made by lmjax compile)")
     require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")
     max_logprobs: int = _opt(20, "most log-probabilities a request may ask for")
@@ -83,6 +93,9 @@ class EngineConfig:
             raise ConfigError(f"--block-size: got {self.block_size}, must be a power of two up to 256")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization: got {self.gpu_memory_utilization}, must be in (0, 1]")
+        timeout = self.step_timeout
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
+            raise ConfigError(f"--step-timeout: got {timeout!r}, must be a number of seconds, 0 or more")
         if not 0 <= self.max_logprobs <= 1024:
             raise ConfigError(f"--max-logprobs: got {self.max_logprobs}, must be between 0 and 1024")
         if self.long_prefill_token_threshold < 0:

@@ -14,6 +14,7 @@ from lmjax.core.plan import Executor, StepPlan
 from lmjax.core.scheduler import Scheduler
 from lmjax.engine.columns import engine_stats, new_request, step_record
 from lmjax.engine.records import AbortRequest, AddRequest, Inbound, Shutdown, StepRecord
+from lmjax.engine.watchdog import Watchdog
 from lmjax.protocol import EngineStats
 
 Receive = Callable[[float | None], Sequence[Inbound]]  # waits up to so many seconds for messages; None: for ever
@@ -30,7 +31,12 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, publish: Callable[[StepRecord], None], *, overlap: bool = True
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        publish: Callable[[StepRecord], None],
+        *,
+        overlap: bool = True,
     ):
         self.scheduler, self.executor = scheduler, executor
         self._publish, self._overlap = publish, overlap
@@ -39,8 +45,9 @@ class Engine:
         self._host_seconds = 0.0
         self._next_stats = 0.0
 
-    def run(self, receive: Receive) -> None:
+    def run(self, receive: Receive, watchdog: Watchdog | None = None) -> None:
         """Until ``Shutdown`` arrives. Sleeps in ``receive`` when there is nothing to do."""
+        step = self.step if watchdog is None else watchdog.watched(self.step)
         progress = True
         while not self._stopping:
             if self.busy:
@@ -49,7 +56,7 @@ class Engine:
                 messages = receive(_QUIET) or self._rest(receive)
             for message in messages:
                 self.handle(message)
-            progress = self.step()
+            progress = step()
 
     @property
     def busy(self) -> bool:

@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,12 @@ import zmq
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.records import AbortRequest, AddRequest, Dead, Inbound, Outbound, Progress, Ready, Shutdown
+from lmjax.engine.watchdog import Watchdog, step_timeout
 
 log = logging.getLogger("lmjax.engine")
 
 _ROOT = Path(__file__).resolve().parents[2]
+HUNG = 4  # exit status after a step that did not finish
 _LONGEST_IPC_PATH = 100  # of 107 bytes that a unix socket's address may have
 
 
@@ -149,6 +152,7 @@ class Channel:
     """The child's end: ``receive`` for the engine's loop and ``send`` for its records."""
 
     def __init__(self, directory: str):
+        self._directory = directory
         self._context = zmq.Context(1)
         self._inbox = _socket(self._context, zmq.PULL, f"ipc://{directory}/in", bind=False)
         self._outbox = _socket(self._context, zmq.PUSH, f"ipc://{directory}/out", bind=False)
@@ -166,6 +170,15 @@ class Channel:
 
     def send(self, message: Outbound) -> None:
         self._outbox.send(self._encode(message))
+
+    def last_words(self, message: str) -> None:
+        """From another thread than the loop's, which hangs: over a socket of its own. Ends the process."""
+        log.critical("%s", message)
+        socket = _socket(self._context, zmq.PUSH, f"ipc://{self._directory}/out", bind=False)
+        socket.send(self._encode(Dead(message)))
+        socket.close(linger=1000)
+        time.sleep(0.5)  # the context cannot be ended while the loop's sockets are open
+        os._exit(HUNG)
 
     def close(self) -> None:
         """Gives the parent two seconds to take what was sent last."""
@@ -213,13 +226,17 @@ def serve(config: EngineConfig, executor: str, channel: Channel) -> int:
     # what lives now lives for ever: keep the collector from walking it in the middle of a step
     gc.collect()
     gc.freeze()
+    timeout = step_timeout(config.step_timeout, info.platform)
+    watchdog = Watchdog(timeout, channel.last_words) if timeout else None
     try:
-        engine.run(channel.receive)
+        engine.run(channel.receive, watchdog)
     except Exception as error:
         log.exception("the engine's loop failed")
         channel.send(Dead(f"the engine's loop failed: {type(error).__name__}: {one_line(error)}"))
         return 1
     finally:
+        if watchdog is not None:
+            watchdog.stop()
         engine.executor.close()
     return 0
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.core.plan import ExecutorInfo
 from lmjax.models import decoder
+from lmjax.nn.env import Env
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.inputs import InputPacker
@@ -28,21 +29,24 @@ from lmjax.runtime.memory import (
     pool_is_set,
 )
 from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache
-from lmjax.runtime.programs import all_programs
+from lmjax.runtime.programs import Shapes, all_programs
 from lmjax.runtime.resolve import Resolved, num_bytes, program_bytes, resolve
 from lmjax.weights.loader import load_params
 from lmjax.weights.source import resolve_model
+from pallas_kernels.paged_attention import choose as choose_attention
+from pallas_kernels.platform import Target, device_target
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
 
-def build_executor(config: EngineConfig, progress: Progress | None = None) -> JaxExecutor:
+def build_executor(config: EngineConfig, progress: Progress | None = None, target: Target | None = None) -> JaxExecutor:
     """Loads the model and compiles everything; when it returns, nothing is left to compile.
 
-    progress: is told what is being done. Raises ``ConfigError`` for settings that don't fit the model or the machine
-    and ``WeightError`` for a model that cannot be read.
+    progress: is told what is being done. target: what kernels are chosen for, if not for the device. Raises
+    ``ConfigError`` for settings that don't fit the model or the machine and ``WeightError`` for a model that cannot be
+    read.
     """
     tell = progress or (lambda message: None)
     config.validate()
@@ -50,7 +54,8 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
     use_compilation_cache(config)
     source = resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides or None)
     platform, device_count = describe_platform()
-    resolved = resolve(config, source, platform)
+    env = Env(target or device_target(jax.devices()[0]), config.attention_backend)  # type: ignore[arg-type]
+    resolved = resolve(config, source, platform, env)
     spec, dtype, kv_specs = resolved.spec, resolved.dtype, resolved.kv_specs
     check_weights_fit(num_bytes(decoder.abstract_params(spec, dtype)), _free_memory(platform))
     bundle = usable_bundle(resolved, jax.devices()[:1], tell)
@@ -61,6 +66,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None) -> Ja
     plan, bundle = plan_memory(resolved, bundle, tell)
     shapes = resolved.shapes(plan.num_blocks, plan.max_model_len)
     buckets = resolved.buckets(plan.max_model_len)
+    _check_kernels(shapes)
     programs = _make_programs(all_programs(shapes, buckets), bundle, tell)
     tell("allocating the KV pool")
     return JaxExecutor(
@@ -137,6 +143,16 @@ def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tu
         plan.max_model_len,
     )
     return plan, bundle
+
+
+def _check_kernels(shapes: Shapes) -> None:
+    """Before anything is compiled: a case that no kernel serves is told as one line."""
+    for pool in shapes.pools():
+        q = jax.ShapeDtypeStruct((1, shapes.spec.layers[0].attention.heads, pool.shape[-1]), jnp.dtype(shapes.dtype))
+        try:
+            choose_attention(q, pool, target=shapes.env.target, backend=shapes.env.attention)
+        except NotImplementedError as error:
+            raise ConfigError(f"--attention-backend: got {shapes.env.attention}: {error}") from error
 
 
 def _make_programs(wanted: dict[Hashable, Program], bundle: Bundle | None, tell: Progress) -> dict[Hashable, Any]:

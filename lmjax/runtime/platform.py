@@ -14,14 +14,15 @@ from pathlib import Path
 import jax
 
 from lmjax.config import ConfigError, EngineConfig
+from lmjax.runtime import gpu_settings
 
 log = logging.getLogger(__name__)
 
 
 def configure_jax(config: EngineConfig) -> None:
     """Settings that must hold before the first program is built. Safe to call again."""
-    # one allocation for weights, pool and temporaries: JAX would take 75 % of the card. Read when the backend starts.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+    if nvidia_card_present():
+        gpu_settings.apply(config.gpu_memory_utilization)
     # weights + pool above 80 % of a card is our normal state; XLA would recompute activations to save memory there
     jax.config.update("jax_compiler_enable_remat_pass", False)
 

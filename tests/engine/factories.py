@@ -68,3 +68,17 @@ def fails_later(config, progress):
 
     fake.submit = failing
     return fake
+
+
+def hangs_later(config, progress):
+    """The device never finishes the fifth step."""
+    fake = executor(config, progress)
+    collect = fake.collect
+
+    def hanging(in_flight):
+        if fake.steps >= 5:
+            time.sleep(600)
+        return collect(in_flight)
+
+    fake.collect = hanging
+    return fake
