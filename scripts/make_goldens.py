@@ -39,7 +39,8 @@ def load(path: Path) -> Any:
 
 
 def make_tiny() -> None:
-    """Rotary frequencies, and logits at some positions, of every case of tests/tiny.py -> tests/goldens/tiny.npz."""
+    """Rotary frequencies, logits at some positions, and greedy tokens of every case of tests/tiny.py that asks for them
+    -> tests/goldens/tiny.npz."""
     from tests import tiny
 
     arrays: dict[str, np.ndarray] = {}
@@ -55,6 +56,11 @@ def make_tiny() -> None:
                 arrays[f"{name}/inv_freq"] = rotary.inv_freq.float().numpy()
                 arrays[f"{name}/attention_factor"] = np.array(rotary.attention_scaling)
                 arrays[f"{name}/{i}"] = out[torch.tensor(at, dtype=torch.long)].float().numpy()
+                if tiny.CASES[name].greedy:
+                    with torch.no_grad():
+                        tokens, _, gaps = greedy(model, ids.tolist(), tiny.CASES[name].greedy)
+                    arrays[f"{name}/greedy/{i}"] = np.array(tokens, np.int32)
+                    arrays[f"{name}/gap/{i}"] = np.array(min(gaps), np.float32)
         spread = float(arrays[f"{name}/0"].std())
         print(f"{name}: logits' deviation {spread:.2f}")
     np.savez_compressed(GOLDENS / "tiny.npz", **arrays)

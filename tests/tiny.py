@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Case:
     max_model_len: int | None = None
     # positions of each prompt whose logits are stored: these many, evenly spread, the last one included
     stored: int = 10
-    tags: tuple[str, ...] = field(default=())
+    greedy: int = 0  # greedy tokens after each prompt that are stored
 
 
 def _config(model_type: str, heads: int = 3, kv_heads: int = 1, head_dim: int = 16, **changes: Any) -> dict[str, Any]:
@@ -128,18 +128,20 @@ CASES: dict[str, Case] = {
     "qwen3_window": Case(
         _config("qwen3", heads=3, kv_heads=3, max_window_layers=2, **_QWEN_WINDOW) | {"head_dim": 18}, (61,)
     ),
-    "mixtral": Case(_config("mixtral", num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": Case(_config("mixtral", num_local_experts=4, num_experts_per_tok=2), greedy=24),
     "mixtral_window": Case(
         _config("mixtral", num_local_experts=5, num_experts_per_tok=1, sliding_window=7, hidden_act="gelu"), (61, 20)
     ),
-    "qwen2_moe": Case(_config("qwen2_moe", **_QWEN_MOE | _SHARED, norm_topk_prob=False, mlp_only_layers=[2])),
+    "qwen2_moe": Case(
+        _config("qwen2_moe", **_QWEN_MOE | _SHARED, norm_topk_prob=False, mlp_only_layers=[2]), greedy=24
+    ),
     "qwen2_moe_step": Case(
         _config("qwen2_moe", **_QWEN_MOE | _SHARED | {"decoder_sparse_step": 2}, norm_topk_prob=True, qkv_bias=False)
     ),
     "qwen2_moe_window": Case(
         _config("qwen2_moe", max_window_layers=2, **_QWEN_WINDOW | _QWEN_MOE | _SHARED, norm_topk_prob=True), (61,)
     ),
-    "qwen3_moe": Case(_config("qwen3_moe", **_QWEN_MOE, norm_topk_prob=True) | {"head_dim": 24}),
+    "qwen3_moe": Case(_config("qwen3_moe", **_QWEN_MOE, norm_topk_prob=True) | {"head_dim": 24}, greedy=24),
     "qwen3_moe_plain": Case(
         _config("qwen3_moe", **_QWEN_MOE | {"num_experts_per_tok": 8}, attention_bias=True, mlp_only_layers=[0])
     ),

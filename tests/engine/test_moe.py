@@ -1,0 +1,31 @@
+"""Models with experts through the whole engine, prompts of several lengths at once, against transformers' greedy
+tokens (tests/goldens/tiny.npz)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmjax import LLM, SamplingParams
+from tests import tiny
+from tests.fixtures import write_tokenizer
+
+GOLDENS = np.load(Path(__file__).parent.parent / "goldens" / "tiny.npz")
+
+
+@pytest.mark.parametrize("name", [name for name, case in tiny.CASES.items() if case.greedy])
+def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    write_tokenizer(tiny.write(name, tmp_path))
+    prompts = [ids.tolist() for ids in tiny.prompts(name)]
+    params = SamplingParams(temperature=0.0, max_tokens=tiny.CASES[name].greedy, ignore_eos=True)
+    # chunks of 16 tokens, few programs
+    llm = LLM(str(tmp_path), max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=40)
+    try:
+        outputs = llm.generate([*prompts, prompts[0]], params, use_tqdm=False)
+    finally:
+        llm.close()
+    for output, i in zip(outputs, (0, 1, 0), strict=True):
+        assert GOLDENS[f"{name}/gap/{i}"] > 1e-3
+        assert output.outputs[0].token_ids == GOLDENS[f"{name}/greedy/{i}"].tolist()
