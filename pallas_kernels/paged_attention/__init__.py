@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.reference import paged_attention_xla
-from pallas_kernels.platform import CPU, Backend, Target
+from pallas_kernels.paged_attention.shapes import decode_case
+from pallas_kernels.platform import CPU, Backend, Target, tuned
 
 __all__ = ["choose", "paged_attention"]
 
@@ -48,7 +49,7 @@ def paged_attention(
     """
     if (pool.dtype.itemsize == 1) != (kv_scales is not None):
         raise ValueError(f"kv_scales belong to 1-byte pools and only to them; the pool is {pool.dtype}")
-    body = choose(q, pool, target=target, backend=backend)
+    body = choose(q, pool, target=target, backend=backend, alibi=alibi is not None)
     return BODIES[body](
         q,
         pool,
@@ -78,7 +79,13 @@ def _triton(*args: Any, **kwargs: Any) -> jax.Array:
     return paged_attention_triton(*args, **kwargs)
 
 
-BODIES: dict[str, Callable[..., jax.Array]] = {"xla": paged_attention_xla, "triton": _triton}
+def _mosaic(*args: Any, **kwargs: Any) -> jax.Array:
+    from pallas_kernels.paged_attention.mosaic import decode_mosaic
+
+    return _triton(*args, **kwargs, decode=decode_mosaic)
+
+
+BODIES: dict[str, Callable[..., jax.Array]] = {"xla": paged_attention_xla, "triton": _triton, "mosaic": _mosaic}
 
 
 def choose(
@@ -87,28 +94,62 @@ def choose(
     *,
     target: Target,
     backend: Backend = "auto",
+    alibi: bool = False,
 ) -> str:
     """The name of the body in ``BODIES`` that serves this case; only shapes and dtypes of q and pool are read.
 
-    Raises ``NotImplementedError`` where the case needs what the card or the kernels do not have.
+    "auto" takes XLA on a CPU and Triton on a card, or Mosaic where a card has shown it faster (``tuned``). Raises
+    ``NotImplementedError`` where the case needs what the card or the body does not have.
     """
-    name = ("triton" if target.runs_pallas else "xla") if backend == "auto" else backend
-    if name == "xla":
-        return name
+    name: str = backend
+    if backend == "auto":
+        name = "triton" if target.runs_pallas else "xla"
+        best = (tuned("paged_decode", target, decode_case(pool)) or {}).get("body")
+        if name == "triton" and best == "mosaic" and _mosaic_lacks(q, pool, target, alibi) is None:
+            name = best
     if name not in BODIES:
         raise NotImplementedError(f"paged attention has no body named {name!r}: {', '.join(BODIES)}")
+    lacking = None
+    if name != "xla":
+        lacking = _pallas_lacks(q, pool, target)
+    if name == "mosaic":
+        lacking = _mosaic_lacks(q, pool, target, alibi) or lacking
+    if lacking:
+        raise NotImplementedError(f"paged attention, {name} body: {lacking}")
+    return name
+
+
+def _pallas_lacks(
+    q: jax.ShapeDtypeStruct | jax.Array, pool: jax.ShapeDtypeStruct | jax.Array, target: Target
+) -> str | None:
+    """Why no Pallas body can serve this, or None."""
     if not target.runs_pallas:
-        raise NotImplementedError(f"the {name} body needs an NVIDIA card of compute capability 8.0 or above")
+        return "it needs an NVIDIA card of compute capability 8.0 or above"
     if q.shape[-1] > MAX_HEAD_DIM:
-        raise NotImplementedError(f"the {name} body serves head dims up to {MAX_HEAD_DIM}, not {q.shape[-1]}")
+        return f"head dims up to {MAX_HEAD_DIM} are served, not {q.shape[-1]}"
     floats = (jnp.float32, jnp.bfloat16, jnp.float16)
     if q.dtype not in floats or pool.dtype not in (*floats, jnp.int8, jnp.float8_e4m3fn):
-        raise NotImplementedError(f"the {name} body has no form for queries {q.dtype} over KV {pool.dtype}")
+        return f"there is no form for queries {q.dtype} over KV {pool.dtype}"
     if pool.dtype == jnp.float8_e4m3fn and not target.has_fp8:
-        raise NotImplementedError("a float8_e4m3fn KV pool needs compute capability 8.9 or above")
+        return "a float8_e4m3fn KV pool needs compute capability 8.9 or above"
     if pool.dtype.itemsize == 1 and 2**31 < math.prod(pool.shape) <= 2**32:
-        raise NotImplementedError(
-            "a 1-byte KV pool of 2 to 4 GiB: Pallas counts its elements in 32 bits up to 4 GiB, and they overflow "
-            "from 2 GiB on; take a pool of at most 2 GiB or of more than 4 GiB per device"
+        return (
+            "elements of a 1-byte KV pool are counted in 32 bits up to 4 GiB, and overflow from 2 GiB on; take a pool "
+            "of at most 2 GiB or of more than 4 GiB per device"
         )
-    return name
+    return None
+
+
+def _mosaic_lacks(
+    q: jax.ShapeDtypeStruct | jax.Array, pool: jax.ShapeDtypeStruct | jax.Array, target: Target, alibi: bool
+) -> str | None:
+    """Why the Mosaic body cannot serve this, or None."""
+    if target.platform != "cuda" or target.capability != (9, 0):
+        return "it needs a card of compute capability 9.0"
+    if pool.dtype != q.dtype or pool.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"KV must have the queries' dtype, bfloat16 or float16; they are {pool.dtype} and {q.dtype}"
+    if pool.shape[5] not in (64, 128) or pool.shape[4] not in (8, 16, 32, 64):
+        return f"head dims are 64 or 128 and blocks 8 to 64 tokens, not {pool.shape[5]} and {pool.shape[4]}"
+    if q.shape[1] > 64 * pool.shape[3]:
+        return "a KV head serves at most 64 query heads"
+    return "it has no ALiBi" if alibi else None

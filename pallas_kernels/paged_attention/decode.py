@@ -176,8 +176,8 @@ def combine(
     operands: dict[str, jax.Array], values: jax.Array, stats: jax.Array, s: Shape, interpret: bool
 ) -> jax.Array:
     """[T, N, H] from the partial sums of ``partials``."""
-    given = {name: operands[name] for name in ("positions", "count", "num_tokens", "sinks") if name in operands}
-    given |= {"values": values, "stats": stats}
+    names = ("positions", "count", "num_tokens", "sinks")
+    given = {"values": values, "stats": stats} | {name: operands[name] for name in names if name in operands}
     return pl.pallas_call(
         partial(_combine_kernel, list(given), s),
         out_shape=jax.ShapeDtypeStruct((s.tokens, s.heads, s.dim), operands["q"].dtype),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,8 +35,9 @@ def paged_attention_triton(
     alibi: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
     target: Target,
+    decode: Callable[..., jax.Array] = decode_triton,
 ) -> jax.Array:
-    """Same arguments as ``pallas_kernels.paged_attention.paged_attention``."""
+    """Same arguments as ``pallas_kernels.paged_attention.paged_attention``; ``decode``: the body for decode rows."""
     tokens, few = q.shape[0], q.shape[0] <= FEW
     shared: dict[str, Any] = {
         "scale": scale,
@@ -46,7 +48,7 @@ def paged_attention_triton(
         "kv_scales": kv_scales,
         "target": target,
     }
-    out = decode_triton(
+    out = decode(
         q,
         pool,
         layer=layer,

@@ -26,8 +26,14 @@ BATCHES = {
     "no decode rows": (0, [(5, 9)], 20, 3),
 }
 AXES = {
-    "dtypes": ["float32/float32", "bfloat16/bfloat16", "float16/float16", "bfloat16/int8", "bfloat16/float8_e4m3fn"]
-    + ["float32/int8"],
+    "dtypes": [
+        "float32/float32",
+        "bfloat16/bfloat16",
+        "float16/float16",
+        "bfloat16/int8",
+        "bfloat16/float8_e4m3fn",
+        "float32/int8",
+    ],
     "group": [1, 3, 4, 8],
     "dim": [64, 80, 96, 128, 256],
     "block": [8, 16, 32],
