@@ -228,9 +228,12 @@ class KVSpec:
     dtype: str = "float32"
     window: int | None = None
 
+    @property
+    def item_bytes(self) -> int:
+        return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}[self.dtype]
+
     def bytes_per_token(self) -> int:
-        size = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return len(self.layers) * self.kv_heads * (self.k_dim + self.v_dim) * size
+        return len(self.layers) * self.kv_heads * (self.k_dim + self.v_dim) * self.item_bytes
 
 
 @dataclass(slots=True, frozen=True)

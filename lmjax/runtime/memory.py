@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 CPU_POOL_CAP = 4 * GIB
 CPU_POOL_SHARE = 0.4  # of free memory: the process, its page cache and its neighbours need the rest
+# Triton kernels index a pool by 32-bit element numbers up to 4 GiB: those of 1-byte elements overflow above 2 GiB
+NARROW_POOL, WIDE_POOL = 2 * GIB, 4 * GIB
 GPU_SLACK = 256 * 2**20  # fragmentation, and what the driver and NCCL take beside the allocator
 
 
@@ -161,7 +163,13 @@ def _choose_blocks(
     """Blocks per group (null block included), and the flag that the size can be changed with."""
     size = config.block_size
     if config.num_gpu_blocks_override is not None:
-        return tuple(config.num_gpu_blocks_override + 1 for _ in specs), "--num-gpu-blocks-override"
+        counts = tuple(config.num_gpu_blocks_override + 1 for _ in specs)
+        if any(_overflows(spec, n, size) for n, spec in zip(counts, specs, strict=True)):
+            raise ConfigError(
+                "--num-gpu-blocks-override: a pool of 1-byte elements must be below 2 or above 4 GiB on each device: "
+                "kernels cannot index one between"
+            )
+        return counts, "--num-gpu-blocks-override"
 
     def blocks(full: int) -> tuple[int, ...]:
         """When full-attention groups have ``full`` usable blocks. Window groups never need more than all windows."""
@@ -173,12 +181,28 @@ def _choose_blocks(
 
     budget = config.kv_cache_memory_bytes or budget
     full = _largest(num_seqs * _ceil(length, size), lambda n: pool_bytes(specs, blocks(n), size) <= budget)
+    full = _without_overflow(specs, blocks, full, size)
     if full == 0:
         raise ConfigError(
             f"--kv-cache-memory-bytes: no room for a single KV block: {gib(pool_bytes(specs, blocks(1), size))} are "
             f"needed and {gib(budget)} are there"
         )
     return blocks(full), "--kv-cache-memory-bytes"
+
+
+def _overflows(spec: KVSpec, num_blocks: int, size: int) -> bool:
+    num_bytes = num_blocks * size * spec.bytes_per_token()
+    return spec.item_bytes == 1 and NARROW_POOL < num_bytes <= WIDE_POOL
+
+
+def _without_overflow(specs: tuple[KVSpec, ...], blocks: Callable[[int], tuple[int, ...]], full: int, size: int) -> int:
+    """The most usable blocks up to ``full`` with which kernels can index every group's pool."""
+    while full > 0:
+        wrong = [s for n, s in zip(blocks(full), specs, strict=True) if _overflows(s, n, size)]
+        if not wrong:
+            return full
+        full = min(full - 1, *(NARROW_POOL // (size * spec.bytes_per_token()) - 1 for spec in wrong))
+    return full
 
 
 def _longest_context(specs: tuple[KVSpec, ...], counts: tuple[int, ...], size: int, num_batched: int) -> int | None:

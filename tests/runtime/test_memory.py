@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,30 @@ def test_bytes_are_kept_to():
         found = plan(EngineConfig(kv_cache_memory_bytes=wanted), specs=(FULL, WINDOW))
         assert wanted - 2 * 16 * 256 < found.num_bytes <= wanted
         assert found.num_bytes == pool_bytes((FULL, WINDOW), found.num_blocks, 16)
+
+
+@pytest.mark.parametrize(("budget", "wanted"), [(1.9, 1.9), (2.0, 2.0), (2.1, 2.0), (4.0, 2.0), (4.1, 4.1), (9.0, 9.0)])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_pool_of_bytes_is_never_between_2_and_4_gib(budget, wanted, dtype):
+    spec = replace(FULL, dtype=dtype, layers=tuple(range(64)))  # 2 KiB a token, 32 KiB a block
+    found = plan(EngineConfig(), specs=(spec,), budget=int(budget * GIB), model_max_len=10**7)
+    assert abs(found.num_bytes - wanted * GIB) <= 2**15
+    assert not 2 * GIB < found.num_bytes <= 4 * GIB
+    wide = plan(EngineConfig(), specs=(replace(spec, dtype="bfloat16"),), budget=3 * GIB, model_max_len=10**7)
+    assert wide.num_bytes > 2.9 * GIB
+
+
+def test_a_window_groups_pool_of_bytes_is_cut_too():
+    window = replace(WINDOW, dtype="int8", layers=tuple(range(64)), window=10**6)
+    found = plan(EngineConfig(), specs=(FULL, window), budget=3 * GIB, model_max_len=10**7)
+    assert found.num_blocks[1] * 2**15 <= 2 * GIB < found.num_blocks[1] * 2**15 + 2**16
+
+
+def test_an_override_between_2_and_4_gib_of_bytes_is_refused():
+    spec = replace(FULL, dtype="int8", layers=tuple(range(64)))
+    with pytest.raises(ConfigError, match="below 2 or above 4 GiB"):
+        plan(EngineConfig(num_gpu_blocks_override=100_000), specs=(spec,))
+    assert plan(EngineConfig(num_gpu_blocks_override=60_000), specs=(spec,)).num_blocks == (60_001,)
 
 
 def test_window_groups_get_what_all_windows_need_and_no_more():
