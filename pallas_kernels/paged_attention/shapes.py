@@ -53,8 +53,26 @@ def prefill_case(pool: jax.Array | jax.ShapeDtypeStruct) -> str:
 def prefill_tile(
     q: jax.Array | jax.ShapeDtypeStruct, pool: jax.Array | jax.ShapeDtypeStruct, target: Target
 ) -> dict[str, Any]:
-    """{"queries": rows of a tile (tokens x heads), "keys": positions it takes in at once, "num_warps", "num_stages"}."""
+    """{"queries": rows of a tile (tokens x heads), "keys": positions taken in at once, "num_warps", "num_stages"}.
+
+    The largest that compile without spills with every feature on.
+    """
     found = tuned("paged_prefill", target, prefill_case(pool))
     if found:
         return found
-    return {"queries": 64, "keys": 64, "num_warps": 4, "num_stages": 3}
+    dim, size = next_power_of_2(pool.shape[5]), max(q.dtype.itemsize, pool.dtype.itemsize)
+    converted = pool.dtype.itemsize == 1  # keys and values go through registers, in two types
+    if size == 4:  # no tensor cores: the operands of a product go through registers
+        queries, keys, warps, stages = (32, 32, 8, 2) if dim <= 64 else (32 if dim <= 128 else 16, 16, 8, 2)
+    elif target.capability[0] in (9, 10):  # warpgroup products take their operands from shared memory
+        queries, keys, warps, stages = (128, 64, 8, 3) if dim <= 128 else (64, 64, 8, 2)
+        if dim == 128 and q.shape[0] * q.shape[1] < queries * target.cores:  # more programs than multiprocessors
+            queries, warps = 64, 8 if converted else 4
+        if dim >= 256 and converted and target.capability[0] == 9:
+            keys = 16
+    else:
+        queries = 128 if dim <= 64 and not converted else 32 if dim >= 256 and converted else 64
+        keys, warps, stages = 64 if dim <= 128 and not converted else 32, 8, 2
+    while keys > 16 and (queries + 2 * 2 * keys) * dim * size > target.shared_memory:  # q, two tiles of K and V
+        keys //= 2
+    return {"queries": queries, "keys": keys, "num_warps": warps, "num_stages": stages}

@@ -47,7 +47,7 @@ def dense(q, keys, values, positions, *, scale, window=None, soft_cap=None, sink
 
 
 def stored(rng, shape, dtype):
-    """Random numbers as a pool of this dtype holds them, their scales [shape[:-1]] or None, and their float64 values."""
+    """Random numbers as a pool of this dtype holds them, scales [shape[:-1]] or None, and the float64 they mean."""
     if dtype == "int8":
         x = rng.integers(-127, 128, shape).astype(np.int8)
     else:

@@ -26,10 +26,10 @@ BATCHES = {
     "empty rows": (0, [(0, 0), (0, 17), (3, 0), (64, 7)], 32, 4),
     "chunk": (0, [(70, 40)], 40, 1),
 }
+ONE_BYTE = ("int8", "float8_e4m3fn")
 MORE = {"decode alone": (4, [(9, 1), (31, 1), (32, 1), (0, 1)], 20, 4)}
 AXES = {
-    "dtypes": ["float32/float32", "bfloat16/bfloat16", "float16/float16", "bfloat16/int8", "bfloat16/float8_e4m3fn"]
-    + ["float32/int8"],
+    "dtypes": ["float32/float32", "bfloat16/bfloat16", "float16/float16", *(f"bfloat16/{x}" for x in ONE_BYTE)],
     "group": [1, 3, 4, 8],
     "dim": [64, 80, 96, 128, 256],
     "block": [8, 16, 32],
