@@ -101,7 +101,7 @@ def test_routing(card, model, tokens):
     assert all("route" in kernel.name for kernel in compiled.kernels) and compiled.spill_bytes == 0
 
 
-@pytest.mark.parametrize(("card", "name"), zip(CARDS, LORA, strict=True))
+@pytest.mark.parametrize(("card", "name"), list(zip(CARDS, LORA, strict=True)))
 def test_adapters(card, name):
     target, (adapters, rank, k, n), tokens = cards.card(card).target(), LORA[name], 64
 
