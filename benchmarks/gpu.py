@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+PARTS = "benchmarks.gpu_parts."
 GRACE = 15  # seconds that a section may take beyond its share before it counts as hung
 
 
@@ -38,16 +39,16 @@ class Section(NamedTuple):
 
 
 SECTIONS = (
-    Section("card", "peaks:card", 20, 5),
-    Section("peaks", "peaks:peaks", 30, 10),
-    Section("check", "check:check", 80, 20),
-    Section("decode", "attention:decode", 50, 20),
-    Section("step", "step:step", 100, 30),
-    Section("prefill", "attention:prefill", 30, 15),
-    Section("graphs", "step:graphs", 30, 15),
-    Section("quant", "matmuls:quant", 40, 15),
-    Section("grouped", "matmuls:grouped", 30, 15),
-    Section("sweep", "sweep:sweep", 60, 20),
+    Section("card", PARTS + "peaks:card", 20, 5),
+    Section("peaks", PARTS + "peaks:peaks", 30, 10),
+    Section("check", PARTS + "check:check", 80, 20),
+    Section("decode", PARTS + "attention:decode", 50, 20),
+    Section("step", PARTS + "step:step", 100, 30),
+    Section("prefill", PARTS + "attention:prefill", 30, 15),
+    Section("graphs", PARTS + "step:graphs", 30, 15),
+    Section("quant", PARTS + "matmuls:quant", 40, 15),
+    Section("grouped", PARTS + "matmuls:grouped", 30, 15),
+    Section("sweep", PARTS + "sweep:sweep", 60, 20),
     Section("peer", "", 60, 40),
 )
 TITLES = {
@@ -226,7 +227,7 @@ def save(run: Run, folder: Path, json_path: Path | None) -> list[Path]:
         path.write_text(text)
         written.append(path)
 
-    if not run.options["interpret"]:
+    if card and not run.options["interpret"]:
         json_path = json_path or HERE / "results" / f"gpu_{name}.json"
         if target_config:
             write(json_path.with_suffix(".target_config.txtpb"), target_config)

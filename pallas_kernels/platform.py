@@ -71,7 +71,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def tuned(op: str, target: Target, case: str) -> dict[str, Any] | None:
-    """The tile that a card of this capability has shown fastest (``tuned/sm_90.json``, written by benchmarks/gpu.py)."""
+    """The tile that a card of this capability has shown fastest: ``tuned/sm_90.json``, written by benchmarks/gpu.py."""
     return _table(target.capability).get(op, {}).get(case)
 
 

@@ -12,7 +12,7 @@ Rows = list[tuple[int, int]]  # (tokens in this step, tokens of the whole contex
 
 
 def tables(rows: Rows, *, num_rows: int, width: int, block: int, blocks: int, turn: int = 0) -> np.ndarray:
-    """int32 [num_rows, width]: shuffled blocks, none twice while the pool has enough. Another ``turn``, other blocks."""
+    """int32 [num_rows, width]: shuffled blocks, none twice while the pool has enough. Another turn, other blocks."""
     order = np.random.default_rng(0).permutation(np.arange(1, blocks, dtype=np.int32))
     needed = [-(-context // block) for _, context in rows]
     taken = np.take(order, np.arange(sum(needed)) + turn * sum(needed), mode="wrap")

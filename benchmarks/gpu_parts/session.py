@@ -113,16 +113,14 @@ class Session:
 
 
 def open_session(options: dict[str, Any], peaks: dict[str, float]) -> Session:
-    """options: ``interpret``, ``small``. ``SystemExit`` where there is no card to run on."""
+    """options: ``interpret``, ``small``. RuntimeError where there is no card to run on."""
     device = jax.devices()[0]
     if options["interpret"]:
         target = Target("cuda", (9, 0), 132, interpret=True)
     else:
         target = device_target(device)
         if not target.runs_pallas:
-            raise SystemExit(
-                f"no NVIDIA card of compute capability 8.0 or above, but {device.device_kind}: --interpret"
-            )
+            raise RuntimeError(f"no NVIDIA card of capability 8.0 or above, but {device.device_kind}: see --interpret")
     limit = (device.memory_stats() or {}).get("bytes_limit", 2**30)
     return Session(target, options["small"], int(limit * 0.8), dict(peaks))
 

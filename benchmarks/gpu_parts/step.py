@@ -63,7 +63,7 @@ def _pipelined(decoding: Decoding, executor: JaxExecutor) -> Any:
 
 
 def _host(decoding: Decoding, executor: JaxExecutor, steps: int) -> dict[str, float]:
-    """Microseconds of this process for a step, the device's time left out: it is idle before, and done before reading."""
+    """Microseconds of this process for a step without the device's: it is idle before, and done before the reading."""
     executor.collect(executor.submit(decoding.plan()))
     submits, collects = [], []
     for _ in range(steps):

@@ -159,7 +159,7 @@ def _grouped(s: Session) -> Iterator[Search]:
     logits = randoms((tokens, experts), jnp.float32, 3)
 
     def run(x: jax.Array, w: jax.Array, logits: jax.Array) -> jax.Array:
-        weights, groups = route(
+        _, groups = route(
             logits, jnp.int32(tokens), top_k=top_k, normalise=True, block_rows=block_rows, target=s.target
         )
         h = grouped_matmul(x, w, groups, activation="silu", target=s.target)

@@ -27,12 +27,15 @@ def run(
 ) -> dict[str, Any]:
     """The section's notes; ``error`` where it did not run to its end. ``peaks`` is updated."""
     module, function = section.split(":")
-    session = open_session(options, peaks)
-    session.emit = emit
-    session.deadline = time.monotonic() + seconds
     answer: dict[str, Any] = {}
     try:
-        answer = getattr(importlib.import_module(f"benchmarks.gpu_parts.{module}"), function)(session)
+        session = open_session(options, peaks)
+    except RuntimeError as error:
+        return {"skipped": [], "failed": [], "error": str(error)}
+    session.emit = emit
+    session.deadline = time.monotonic() + seconds
+    try:
+        answer = getattr(importlib.import_module(module), function)(session)
     except Exception as error:
         answer = {"error": where(error)}
     peaks.update(session.peaks)

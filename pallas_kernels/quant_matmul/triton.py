@@ -1,8 +1,8 @@
 """Triton body of quant_matmul: weights are widened in registers, scales are applied to the accumulator.
 
-A program owns a tile of the output and walks K in steps. A step of int4 covers ``parts`` whole groups, or a piece of one
-larger group; of each it reads the bytes once and makes two products, one a nibble. Integers and e4m3 values are exact in
-bfloat16, so only the accumulation rounds. With few tokens K is split and the partial sums are added by XLA.
+A program owns a tile of the output and walks K in steps. A step of int4 covers ``parts`` whole groups, or a piece of
+one larger group; of each it reads the bytes once and makes two products, one a nibble. Integers and e4m3 values are
+exact in bfloat16, so only the accumulation rounds. With few tokens K is split and the partial sums are added by XLA.
 """
 
 from __future__ import annotations
