@@ -102,8 +102,16 @@ def compile(
         dump = {"xla_dump_to": folder, "xla_dump_emitter_re": ".*"} if dump_ptx else {}
         executable = lowered.compile(compiler_options=dump | (options or {}))
         kernels = tuple(_kernels(Path(folder), kernel, cards.card(card).arch)) if dump_ptx else ()
-        thunks = "".join(p.read_text() for p in Path(folder).glob("*thunk_sequence_after_thunk_passes.txt"))
+        thunks = _thunks(Path(folder))
     return Compiled(executable.as_text(), executable.memory_analysis(), executable, thunks, kernels)
+
+
+def _thunks(folder: Path) -> str:
+    """XLA writes the second list only where a pass has changed the first."""
+    for pattern in ("*thunk_sequence_after_thunk_passes.txt", "*thunk_sequence.txt"):
+        for path in folder.glob(pattern):
+            return path.read_text()
+    return ""
 
 
 def _kernels(folder: Path, wanted: str, arch: str) -> Iterator[Kernel]:

@@ -113,6 +113,7 @@ def card_of(device: jax.Device) -> Card | None:
     return None
 
 
+@cache  # devices of two topologies don't go together
 def topology(card: Card, devices: int = 1) -> tuple[jax.Device, ...]:
     """Devices to compile for (they hold nothing and run nothing), ``DEVICES_PER_HOST`` to a host.
 
