@@ -8,7 +8,9 @@ import jax
 
 from pallas_kernels.platform import Target, next_power_of_2, tuned
 
-PROGRAMS_PER_CORE = 4  # decode programs that one multiprocessor holds (registers and shared memory)
+# Two programs of three stages have 64 KB and more on their way to a multiprocessor; its share of the bandwidth times
+# the memory's latency is about 40 KB. More would pay for the kernel that combines them.
+PROGRAMS_PER_CORE = 2
 MAX_SPLITS = 64
 MAX_SPLIT_TOKENS = 16_384  # of one program: a long row among short ones would finish long after them
 
@@ -39,7 +41,7 @@ def decode_tile(
 
 def decode_splits(rows: int, kv_heads: int, max_tokens: int, target: Target) -> int:
     """Programs that share one row and KV head, a power of 2: enough to fill the card and to bound the longest."""
-    fill = -(-PROGRAMS_PER_CORE * target.cores // (rows * kv_heads))
+    fill = round(PROGRAMS_PER_CORE * target.cores / (rows * kv_heads))
     longest = -(-max_tokens // MAX_SPLIT_TOKENS)
     most = -(-max_tokens // 64)
     return next_power_of_2(max(1, min(max(fill, longest), most, MAX_SPLITS)))
