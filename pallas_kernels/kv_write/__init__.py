@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_write.reference import kv_write_xla
 from pallas_kernels.platform import CPU, Backend, Target
 
-Written = tuple[jax.Array, jax.Array, jax.Array | None]  # q, pool, kv_scales
+__all__ = ["choose", "kv_write"]
 
-_BODIES = {  # imported when chosen: a CPU never loads Pallas
-    "xla": ("pallas_kernels.kv_write.reference", "kv_write_xla"),
-    "triton": ("pallas_kernels.kv_write.triton", "kv_write_triton"),
-}
+Written = tuple[jax.Array, jax.Array, jax.Array | None]  # q, pool, kv_scales
 
 
 def kv_write(
@@ -45,33 +44,61 @@ def kv_write(
     serve the case on the target.
     """
     _check(qkv, pool, cos, sin, q_norm, k_norm, kv_scales)
-    body = choose(pool, target=target, backend=backend)
-    extra = {"cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm, "eps": eps, "kv_scales": kv_scales}
-    layer = jnp.asarray(layer, jnp.int32)
-    return body(qkv, pool, layer=layer, block_ids=block_ids, offsets=offsets, target=target, **extra)
+    body = choose(qkv, pool, target=target, backend=backend)
+    return BODIES[body](
+        qkv,
+        pool,
+        cos=cos,
+        sin=sin,
+        layer=jnp.asarray(layer, jnp.int32),
+        block_ids=block_ids,
+        offsets=offsets,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        kv_scales=kv_scales,
+        target=target,
+    )
+
+
+def _triton(*args: Any, **kwargs: Any) -> Written:
+    from pallas_kernels.kv_write.triton import kv_write_triton
+
+    return kv_write_triton(*args, **kwargs)
+
+
+BODIES: dict[str, Callable[..., Written]] = {"xla": kv_write_xla, "triton": _triton}
 
 
 def choose(
-    pool: jax.Array | jax.ShapeDtypeStruct, *, target: Target, backend: Backend = "auto"
-) -> Callable[..., Written]:
-    """The body that serves this pool on the target; NotImplementedError says why there is none."""
+    qkv: jax.ShapeDtypeStruct | jax.Array,
+    pool: jax.ShapeDtypeStruct | jax.Array,
+    *,
+    target: Target,
+    backend: Backend = "auto",
+) -> str:
+    """The name of the body in ``BODIES`` that serves this case; only shapes and dtypes of qkv and pool are read.
+
+    Raises ``NotImplementedError`` where the case needs what the card or the body does not have.
+    """
     name = ("triton" if target.runs_pallas else "xla") if backend == "auto" else backend
-    if name not in _BODIES:
-        raise NotImplementedError(f"kv_write has no {name} body")
-    if name == "triton":
-        if not target.runs_pallas:
-            raise NotImplementedError(f"kv_write in Triton needs compute capability 8.0 or newer, not {target}")
-        if pool.dtype == jnp.float8_e4m3fn and not target.has_fp8:
-            raise NotImplementedError(
-                f"float8_e4m3fn KV needs compute capability 8.9 or newer, not {target.capability}"
-            )
-        if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
-            # Pallas-Triton addresses operands up to 2**32 bytes by signed 32-bit element offsets
-            raise NotImplementedError(
-                f"a pool of 1-byte elements of 2 to 4 GiB ({pool.size} bytes) cannot be addressed"
-            )
-    module, function = _BODIES[name]
-    return getattr(importlib.import_module(module), function)
+    if name == "xla":
+        return name
+    if name not in BODIES:
+        raise NotImplementedError(f"kv_write has no body named {name!r}: {', '.join(BODIES)}")
+    if not target.runs_pallas:
+        raise NotImplementedError(f"the {name} body needs an NVIDIA card of compute capability 8.0 or above")
+    floats = (jnp.float32, jnp.bfloat16, jnp.float16)
+    if qkv.dtype not in floats or pool.dtype not in (*floats, jnp.int8, jnp.float8_e4m3fn):
+        raise NotImplementedError(f"the {name} body writes no {qkv.dtype} into a pool of {pool.dtype}")
+    if pool.dtype == jnp.float8_e4m3fn and not target.has_fp8:
+        raise NotImplementedError("a float8_e4m3fn KV pool needs compute capability 8.9 or above")
+    if pool.dtype.itemsize == 1 and 2**31 < math.prod(pool.shape) <= 2**32:
+        raise NotImplementedError(
+            "a 1-byte KV pool of 2 to 4 GiB: Pallas counts its elements in 32 bits up to 4 GiB, and they overflow "
+            "from 2 GiB on; take a pool of at most 2 GiB or of more than 4 GiB per device"
+        )
+    return name
 
 
 def _check(

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.kv_write.reference import LARGEST, SMALLEST_SCALE
-from pallas_kernels.platform import Target, next_power_of_2, tuned
+from pallas_kernels.kv_write.shapes import write_tile
+from pallas_kernels.platform import Target, next_power_of_2
 
 
 class _Shape(NamedTuple):
@@ -63,7 +64,7 @@ def _call(
     inputs: dict[str, jax.Array], pool: jax.Array, kv_scales: jax.Array | None, *, eps: float, target: Target
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     kv_heads, heads, dim, tokens = inputs["qkv"].shape
-    tile = _tile(tokens * kv_heads * heads, dim, pool.dtype, target)
+    tile = write_tile(inputs["qkv"], pool, target)
     half = inputs["cos"].shape[0] if "cos" in inputs else 0
     shape = _Shape(tokens, kv_heads, heads - 2, dim, half, tile["rows"])
     operands = {**inputs, "qkv": inputs["qkv"].transpose(3, 0, 1, 2).reshape(-1, dim)}
@@ -89,15 +90,6 @@ def _call(
         name="kv_write",
     )(*operands.values(), *held.values())
     return q, updated[0], updated[1] if kv_scales is not None else None
-
-
-def _tile(rows: int, dim: int, dtype: jnp.dtype, target: Target) -> dict[str, int]:
-    """Enough programs to fill the card first; then 2048 elements a program (4096 spill)."""
-    found = tuned("kv_write", target, f"{dtype.name}/{dim}/{next_power_of_2(rows)}")
-    if found:
-        return found
-    most = max(1, 2048 // next_power_of_2(dim))
-    return {"rows": max(1, min(most, next_power_of_2(rows // (2 * target.cores)))), "num_warps": 4}
 
 
 def _kernel(refs: dict[str, Any], s: _Shape, eps: float) -> None:

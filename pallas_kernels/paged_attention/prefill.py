@@ -64,7 +64,7 @@ class _Tile(NamedTuple):
 
     row: jax.Array
     token: jax.Array  # index in T of its first token
-    count: jax.Array  # its tokens; 0 or less: nothing to do
+    length: jax.Array  # its tokens; 0 or less: nothing to do
     position: jax.Array  # of its first token in the sequence
 
 
@@ -140,11 +140,11 @@ def _kernel(names: list[str], s: _Shape, *refs: Any) -> None:
     tile = _find(ref, s, s.grid[0] - 1 - pl.program_id(0))
     head, chunk = pl.program_id(1) // s.chunks, pl.program_id(1) % s.chunks
 
-    @pl.when(tile.count > 0)
+    @pl.when(tile.length > 0)
     def _() -> None:
         r = jnp.arange(s.queries, dtype=jnp.int32)
         t, g = r // s.tile_heads, chunk * s.tile_heads + r % s.tile_heads
-        real = (t < tile.count) & (g < s.group)
+        real = (t < tile.length) & (g < s.group)
         d = jnp.arange(next_power_of_2(s.dim), dtype=jnp.int32)
         at, mask = (tile.token + t[:, None], (head * s.group + g)[:, None], d[None]), real[:, None] & (d[None] < s.dim)
         per_head = {
@@ -193,17 +193,15 @@ def _attend(
     pool, layer = ref["pool"], ref["layer"][0]
     dtype = common.compute_dtype(q.dtype, pool.dtype)
     q = q.astype(dtype)
-    last = tile.position + tile.count - 1
-    # past the last position and before the window lie places that hold anything
-    oldest = None if s.window is None else tile.position - (s.window - 1)
+    last = tile.position + tile.length - 1
 
     def absorb(i: jax.Array, state: common.Softmax, edge: bool) -> common.Softmax:
         at = i * s.keys + jnp.arange(s.keys, dtype=jnp.int32)
         held = seen = None
-        if edge:
+        if edge:  # past the last position and before the window lie places that hold anything
             held, seen = at <= last, at[None] <= positions[:, None]
             if s.window is not None:
-                held &= at >= oldest
+                held &= at > tile.position - s.window
                 seen &= at[None] > positions[:, None] - s.window
             blocks = common.block_ids(ref["tables"], tile.row, at, held, s.block)
         else:

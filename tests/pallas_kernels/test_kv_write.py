@@ -138,6 +138,9 @@ def pool_of(dtype, gib=0):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
+QKV = jax.ShapeDtypeStruct((2, 3, 64, 8), jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("pool", "target", "backend", "why"),
     [
@@ -145,12 +148,13 @@ def pool_of(dtype, gib=0):
         (pool_of("int8", 3), Target("cuda", (9, 0)), "auto", "2 to 4 GiB"),
         (pool_of("bfloat16"), CPU, "triton", "8.0"),
         (pool_of("bfloat16"), Target("cuda", (7, 5)), "triton", "8.0"),
-        (pool_of("bfloat16"), TARGET, "mosaic", "no mosaic body"),
+        (pool_of("bfloat16"), TARGET, "mosaic", "no body named"),
+        (pool_of("int32"), TARGET, "auto", "int32"),
     ],
 )
 def test_what_no_body_serves_is_refused_before_lowering(pool, target, backend, why):
     with pytest.raises(NotImplementedError, match=why):
-        choose(pool, target=target, backend=backend)
+        choose(QKV, pool, target=target, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ def test_what_no_body_serves_is_refused_before_lowering(pool, target, backend, w
     ],
 )
 def test_choice(pool, target, body):
-    assert choose(pool, target=target).__name__ == f"kv_write_{body}"
+    assert choose(QKV, pool, target=target) == body
 
 
 @pytest.mark.parametrize("name", ["sin", "k_norm", "kv_scales"])

@@ -18,7 +18,7 @@ from tests.pairs import all_pairs, every, name
 
 CARDS = ("a100-80", "h200", "b200")  # 8.0, 9.0, 10.0
 DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")
-TOKENS, ROWS, KV_HEADS, BLOCK = 2048, 64, 2, 16
+ROWS, KV_HEADS, BLOCK = 64, 2, 16
 INT = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 FLOAT = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
@@ -34,7 +34,7 @@ def refused(card, dtype):
     target = cards.card(card).target()
     if dtype != "float8_e4m3fn" or target.has_fp8:
         return False
-    q = jax.ShapeDtypeStruct((TOKENS, 8, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((64, 8, 128), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r"8\.9"):
         choose(q, pool_of(dtype, 128), target=target)
     (pool, scales), (qkv, operands) = write_case(dtype, *WRITES[0])
@@ -43,21 +43,20 @@ def refused(card, dtype):
     return True
 
 
-def prefill_case(dtype, dim, group, features):
+def prefill_case(dtype, dim, group, tokens, features):
     """out, (q, pool, the arrays)"""
     pool = pool_of(dtype, dim)
-    q = jax.ShapeDtypeStruct((TOKENS, group * KV_HEADS, dim), jnp.bfloat16 if pool.dtype.itemsize == 1 else dtype)
+    q = jax.ShapeDtypeStruct((tokens, group * KV_HEADS, dim), jnp.bfloat16 if pool.dtype.itemsize == 1 else dtype)
     arrays = dict.fromkeys(("query_starts", "query_lens", "context_lens"), INT((ROWS,)))
     arrays |= dict.fromkeys(("layer", "num_decode", "num_rows"), INT(()))
     arrays["block_tables"] = INT((ROWS, 1024))
-    for name in ("sinks", "alibi"):
-        arrays[name] = FLOAT(q.shape[1:2]) if features else None
+    arrays |= dict.fromkeys(("sinks", "alibi"), FLOAT(q.shape[1:2]) if features else None)
     arrays["kv_scales"] = FLOAT(pool.shape[:-1]) if pool.dtype.itemsize == 1 else None
     return q, (q, pool, arrays)
 
 
 def compile_prefill(card, dtype, forms, features):
-    """forms: (head dim, group)"""
+    """forms: (head dim, group, tokens)"""
     target = cards.card(card).target()
     options = {"scale": 0.1, "soft_cap": 30.0 if features else None, "window": 4096 if features else None}
     outs, cases = zip(*(prefill_case(dtype, *form, features) for form in forms), strict=True)
@@ -69,7 +68,12 @@ def compile_prefill(card, dtype, forms, features):
     return deviceless.compile(program, outs, cases, card=card, donate=(0,), dump_ptx=True, kernel="paged_prefill")
 
 
-AXES = {"dtype": DTYPES, "form": [(64, 1), (128, 4), (256, 8)], "card": CARDS, "features": [False, True]}
+AXES = {
+    "dtype": DTYPES,
+    "form": [(64, 1, 2048), (128, 4, 8192), (96, 3, 512), (256, 8, 2048)],
+    "card": CARDS,
+    "features": [False, True],
+}
 INSTRUCTION = {"a100-80": "mma.sync", "h200": "wgmma.mma_async", "b200": "tcgen05.mma"}
 
 
@@ -91,7 +95,7 @@ def test_prefill_does_not_spill(case):
     check_prefill(**case)
 
 
-MORE = {"form": [(64, 4), (80, 4), (96, 3), (128, 1), (128, 16), (256, 1)]}
+MORE = {"form": [(64, 4, 32), (80, 4, 8192), (128, 1, 8192), (128, 16, 64), (256, 1, 512)]}
 OTHERS = {"card": ["a100-40", "h100", "l4", "rtx6000pro"]}  # l4 and rtx6000pro have less shared memory
 
 
@@ -104,7 +108,7 @@ def test_prefill_does_not_spill_anywhere(case):
 
 @deviceless.skip
 def test_prefill_writes_in_place():
-    compiled = compile_prefill("h200", "bfloat16", [(128, 4)], False)
+    compiled = compile_prefill("h200", "bfloat16", [(128, 4, 2048)], False)
     assert not re.findall(r"= \S+ copy\(", compiled.text)
     assert compiled.memory.temp_size_in_bytes < 2**20
 
