@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lmjax.nn.linear import matmul
 from lmjax.nn.mlp import gated_mlp
@@ -31,6 +32,9 @@ def moe_mlp(
     throughout but for the operands of the products. Source: Mixtral of Experts (Jiang et al., 2024).
     """
     tokens, experts = x.shape[1], gate_up.weight.shape[0]
+    if target.platform == "cuda":
+        # XLA fuses the norm's last product into the router's matrix product and then makes a kernel of it for us, too
+        x = lax.optimization_barrier(x)
     rows = x.T
     weights, groups = route(
         matmul(router, x).T,

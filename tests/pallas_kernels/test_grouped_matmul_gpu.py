@@ -24,7 +24,7 @@ from tests import deviceless, pairs
 
 CARDS = ("a100-80", "h200", "b200")  # 8.0, 9.0, 10.0
 TENSOR_OP = {"a100-80": "mma.sync", "h200": "wgmma.mma_async", "b200": "tcgen05.mma"}
-pytestmark = [deviceless.skip, deviceless.skip_ptxas]
+pytestmark = deviceless.skip  # without ptxas no spill is seen, but that it compiles is
 INT = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 FLOAT = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
