@@ -126,11 +126,7 @@ def absorb(state: Softmax, x: jax.Array, values: jax.Array, value_scales: jax.Ar
 
 def finish(state: Softmax, sinks: jax.Array | None) -> jax.Array:
     """[R, D] float32, zeros where nothing was seen; sinks float32 [R]: natural logits with a weight and no value."""
-    acc, total = state.acc, state.total
+    total = state.total
     if sinks is not None:
-        sink = sinks * LOG2E
-        top = jnp.maximum(state.top, sink)
-        fade = jnp.exp2(state.top - top)
-        total = total * fade + jnp.exp2(sink - top)
-        acc = acc * fade[:, None]
-    return acc / jnp.where(total > 0, total, 1.0)[:, None]
+        total = total + jnp.exp2(sinks * LOG2E - state.top)  # infinite where the sink outweighs all else: zeros
+    return state.acc / jnp.where(total > 0, total, 1.0)[:, None]

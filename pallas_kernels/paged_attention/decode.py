@@ -287,8 +287,6 @@ def _combine_kernel(names: list[str], s: Shape, *refs: Any) -> None:
         mask = used[:, None] & (d[None] < s.dim)
         values = plt.load(ref["values"].at[token, kv_head, split[:, None], g, d[None]], mask=mask, other=0.0)
         highest = top.max(axis=0)
-        if "sinks" in ref:
-            highest = jnp.maximum(highest, ref["sinks"][head] * common.LOG2E)
         weights = jnp.exp2(top - highest)
         total = (total * weights).sum(axis=0)
         if "sinks" in ref:

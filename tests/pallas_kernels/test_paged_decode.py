@@ -133,3 +133,19 @@ def test_one_program_for_all_layers_that_leaves_the_donated_pool_as_it_was():
     np.testing.assert_allclose(outs[0][:used], made.expected[:used], atol=ragged.tolerance("float32"))
     assert np.abs(outs[1][:used] - made.expected[:used]).max() > 0.1  # the other layer holds other numbers
     np.testing.assert_array_equal(np.asarray(pool), other)
+
+
+def test_equal_layers_are_lowered_once():
+    case = dict(zip(AXES, ("bfloat16/bfloat16", 4, 64, 16, None, None, False, False, 132, "few"), strict=True))
+    made = make(case)
+    target = Target("cuda", (9, 0), 132, interpret=True)
+    static = {k: v for k, v in made.options.items() if v is not None}
+
+    def program(q, pool, arrays):
+        for layer in range(2):
+            q = paged_attention(q, pool, **arrays | {"layer": jnp.int32(layer)}, **static, target=target)
+        return q
+
+    text = jax.jit(program).lower(jnp.asarray(made.q), jnp.asarray(made.pool), made.arrays).as_text()
+    assert text.count("func.func private @_call") == 1
+    assert text.count("call @_call") == 2
