@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lmjax.runtime import gpu_settings
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PARTS = "benchmarks.gpu_parts."
@@ -75,7 +77,7 @@ class Worker:
         if options["interpret"]:
             env["JAX_PLATFORMS"] = "cpu"
         else:
-            env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+            gpu_settings.apply(0.9, env)  # as in serving
             env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_gpu_dump_autotune_results_to={autotune}".strip()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu_parts.worker", json.dumps(options | {"peaks": peaks})],
@@ -216,7 +218,7 @@ def report(results: dict[str, dict[str, Any]], interpret: bool) -> str:
 
 def save(run: Run, folder: Path, json_path: Path | None) -> list[Path]:
     """Writes what the run found; what concerns the card itself only where there was one."""
-    card = next(iter(run.results.get("card", {}).get("rows", [])), {})
+    card: dict[str, Any] = next(iter(run.results.get("card", {}).get("rows", [])), {})
     name = re.sub(r"[^a-z0-9]+", "-", str(card.get("device", "unknown")).lower()).strip("-")
     target_config = run.results.get("card", {}).pop("target_config", None)
     tuned = run.results.get("sweep", {}).get("tuned", {})

@@ -14,7 +14,7 @@ from benchmarks import gpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # seen by every process of a run: after jax and flax are in, nothing but this repository and the standard library is
-BLOCK = '''
+BLOCK = """
 import importlib.abc
 import sys
 
@@ -30,7 +30,7 @@ if sys.argv[-1] not in ("small", "full"):  # the peer may have all it wants
                 raise ModuleNotFoundError(f"{name} may not be there on a card's machine")
 
     sys.meta_path.insert(0, Block())
-'''
+"""
 
 
 def run(tmp_path: Path, sections: str) -> dict:
