@@ -37,7 +37,9 @@ def command(*arguments, input=None, timeout=60):
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in ("serve", "generate", "plan", "compile"))]
+)
 def test_help_is_quick_because_it_imports_little(arguments):
     code = (
         "import sys; from lmjax import cli\n"
@@ -72,6 +74,12 @@ def test_help_is_quick_because_it_imports_little(arguments):
         (["generate", "--file", "x"], "--file and --output go together"),
         (["generate", "hi", "--file", "x", "--output", "y"], "there is a prompt on the command line, too"),
         (["generate", "--file", "/no/file", "--output", "y"], "--file: /no/file: No such file"),
+        (["plan", "--model", "x"], "--device: is missing"),
+        (["plan", "--device", "h300", "--model", "tests/configs/llama-3.1-8b.json"], "--device: got 'h300', must be"),
+        (["plan", "--device", "h200", "--model", "/no/config.json"], "no such file"),
+        (["plan", "--device", "h200", "--port", "8000"], "--port"),
+        (["compile", "--device", "cpu"], "--bundle: is missing"),
+        (["compile", "--device", "cpu", "--bundle", "x", "--autotune-results", "y"], "cpu is one device"),
         (["serv"], "invalid choice"),
         ([], "required"),
     ],

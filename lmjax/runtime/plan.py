@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
@@ -30,18 +30,20 @@ MOST_DEVICES = 64
 # what XLA does not count: the CUDA context, NCCL's buffers, cuBLAS workspaces, CUDA graphs, fragmentation
 RESERVE_BYTES, RESERVE_SHARE = 3 * GIB // 2, 0.03
 
+Kind = Literal["sample", "prefill", "decode"]
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """One program on one device, in bytes. ``peak``: arguments, temporaries and outputs that are not updated arguments.
+    """One program on one device, in bytes. ``peak``: arguments, temporaries and outputs, updated arguments once.
 
     ``launches`` are the whole model's. ``step``: of as many rows of ``context`` tokens as the program and the pool hold
     (prefill: of its tokens, from the start of a prompt).
     """
 
     name: str
+    kind: Kind
     arguments: int
     temporaries: int
     outputs: int
@@ -238,6 +240,7 @@ def _program_plan(done: _Compiled, shapes: Shapes, weights: Weights, plan: Plan)
     whole = sample_program(shapes, key) if isinstance(key, SampleKey) else forward_program(shapes, key)
     found = ProgramPlan(
         name=key.name,
+        kind=_kind(key),
         arguments=bytes_per_device(whole.arguments, plan.devices),
         temporaries=memory.temporaries,
         outputs=memory.outputs,
@@ -247,7 +250,7 @@ def _program_plan(done: _Compiled, shapes: Shapes, weights: Weights, plan: Plan)
     if isinstance(key, SampleKey):
         return replace(found, launches=counted.whole)
     assert plan.pool is not None
-    decode = key.num_tokens == key.num_rows
+    decode = found.kind == "decode"
     rows = max(1, min(key.num_rows, int(plan.concurrency))) if decode else 1
     context = plan.length if decode else key.num_tokens
     spec = share(shapes.spec, plan.devices, plan.expert_parallel)
@@ -270,3 +273,9 @@ def _program_plan(done: _Compiled, shapes: Shapes, weights: Weights, plan: Plan)
         context=context,
         step=step,
     )
+
+
+def _kind(key: ForwardKey | SampleKey) -> Kind:
+    if isinstance(key, SampleKey):
+        return "sample"
+    return "decode" if key.num_tokens == key.num_rows else "prefill"

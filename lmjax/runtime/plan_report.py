@@ -45,6 +45,7 @@ def _program_json(program: ProgramPlan) -> dict[str, Any]:
     launches, step = program.launches, program.step
     return {
         "name": program.name,
+        "kind": program.kind,
         "argument_bytes": program.arguments,
         "temporary_bytes": program.temporaries,
         "output_bytes": program.outputs,
@@ -147,7 +148,7 @@ def _steps(plan: Plan) -> list[str]:
         step = program.step
         if step is None:
             continue
-        if program.rows > 1 or program.context == plan.length:
+        if program.kind == "decode":
             what = f"decode, {program.rows} x {program.context:,} tokens"
             rate = f"{program.rows / step.seconds:,.0f} tokens/s"
         else:
