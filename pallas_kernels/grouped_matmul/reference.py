@@ -68,7 +68,7 @@ def grouped_matmul_xla(
     width, depth = w.shape[-2:]
     parts = 1 if activation is None else 2
     chunk = _chunk(width, parts * depth * w.dtype.itemsize)
-    w = w.reshape(w.shape[0], parts, width, depth)
+    lead = w.shape[1:-2]  # no reshape of w: on XLA:CPU one with an axis of 1 copied all of it, in every step
     used = jnp.sum((groups.block_groups >= 0).astype(jnp.int32))
 
     def one_block(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -79,8 +79,9 @@ def grouped_matmul_xla(
             xb = jnp.take(x, lax.dynamic_slice_in_dim(groups.rows, i * block, block), axis=0, mode="clip")
 
         def one_chunk(j: jax.Array, out: jax.Array) -> jax.Array:
-            zero, at = jnp.zeros_like(j), j * chunk
-            wc = lax.dynamic_slice(w, (group, zero, at, zero), (1, parts, chunk, depth))
+            at, zero = j * chunk, jnp.zeros_like(j)
+            part = (zero,) * len(lead)
+            wc = lax.dynamic_slice(w, (group, *part, at, zero), (1, *lead, chunk, depth))
             # the weight is the left operand, which is faster on XLA:CPU
             y = lax.dot_general(
                 wc.reshape(parts * chunk, depth).astype(x.dtype),
@@ -89,7 +90,7 @@ def grouped_matmul_xla(
                 preferred_element_type=jnp.float32,
             ).reshape(parts, chunk, block)
             if scale is not None:
-                s = lax.dynamic_slice(scale.reshape(-1, parts, width), (group, zero, at), (1, parts, chunk))
+                s = lax.dynamic_slice(scale, (group, *part, at), (1, *lead, chunk))
                 y = y * s.reshape(parts, chunk, 1).astype(jnp.float32)
             y = y[0] if activation is None else ACTIVATIONS[activation](y[0]) * y[1]
             return lax.dynamic_update_slice(out, y.T.astype(x.dtype), (i * block, at))

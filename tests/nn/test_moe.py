@@ -103,19 +103,34 @@ def test_blocks_follow_tokens(tokens, top_k, experts):
     assert used * groups.block_rows <= max(2 * pairs, 8 * min(experts, pairs))
 
 
-def test_a_block_costs_the_same_with_any_number_of_experts():
-    """XLA counts a loop's body once: the operations of one block, and of nothing that grows with the experts."""
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_a_block_costs_the_same_with_any_number_of_experts(activation):
+    """XLA counts a loop's body once: the operations of one block, and of nothing that grows with the experts. No memory
+    does, either: nothing copies the weights."""
+    parts = (96,) if activation is None else (2, 96)
 
     def flops(experts):
         groups = routed(8, 64, 2)
-        w = jax.ShapeDtypeStruct((experts, 2, 96, 64), jnp.float32)
+        w = jax.ShapeDtypeStruct((experts, *parts, 64), jnp.float32)
         x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-        compiled = jax.jit(partial(grouped_matmul, activation="silu")).lower(x, w, groups).compile()
+        compiled = jax.jit(partial(grouped_matmul, activation=activation)).lower(x, w, groups).compile()
         return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
 
     (few, temp), (many, more_temp) = flops(8), flops(128)
     assert many == few and few < 4 * 2 * 2 * 96 * 64 * routed(8, 64, 2).block_rows
     assert more_temp == temp
+
+
+def test_nothing_copies_the_experts():
+    def temp(experts):
+        shapes = ((experts, 64), (experts, 2, 256, 64), (experts, 64, 256), (64, 16))
+        operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        f = jax.jit(lambda r, g, d, x: moe_mlp(r, Dense(g), Dense(d), x, jnp.int32(9), **how))
+        return f.lower(*operands).compile().memory_analysis().temp_size_in_bytes
+
+    how = {"top_k": 2, "normalise": True, "activation": "silu"}
+    one_expert = 3 * 256 * 64 * 4
+    assert temp(64) - temp(16) < one_expert
 
 
 def test_time_does_not_grow_with_the_experts():
