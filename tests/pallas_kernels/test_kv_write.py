@@ -19,8 +19,9 @@ UNOPTIMISED = {"xla_backend_optimization_level": 0}  # LLVM would take most of t
 LAYERS, LAYER, KV_HEADS, EPS = 2, 1, 2, 1e-3
 ROUNDING = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}  # of one operation on numbers near 1
 
+ONE_BYTE = ["float32/int8", "bfloat16/int8", "bfloat16/float8_e4m3fn"]  # the first shows the rounding to int8
 AXES = {
-    "dtypes": ["float32/float32", "bfloat16/bfloat16", "float16/float32", "bfloat16/int8", "float32/float8_e4m3fn"],
+    "dtypes": ["float32/float32", "bfloat16/bfloat16", "float16/float32", *ONE_BYTE],
     "dim": [64, 80, 96, 128, 256],
     "group": [1, 3, 4, 8],
     "rotary": ["all", "half", "none"],
