@@ -106,6 +106,10 @@ def write(
                 compile_all(missing, tell, lambda key, executable: bundle.add(missing[key], executable), options)
     except (BundleError, OSError) as error:
         raise ConfigError(f"--bundle: {error}") from error
+    except jax.errors.JaxRuntimeError as error:
+        if autotune_results is None or "autotune" not in str(error):
+            raise
+        raise ConfigError(f"--autotune-results: {autotune_results}: {str(error).splitlines()[0]}") from error
     return Written(bundle.path, len(missing), len(wanted) - len(missing))
 
 

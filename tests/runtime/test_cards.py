@@ -67,6 +67,21 @@ def test_a_program_compiles_for_every_card(name):
         assert 0 < compiled.registers <= 64 and compiled.spill_bytes == 0
 
 
+class Device:
+    platform, core_count = "gpu", 132
+
+    def __init__(self, kind, capability="9.0"):
+        self.device_kind, self.compute_capability = kind, capability
+
+
+def test_a_real_card_is_known_by_name_capability_and_cores():
+    assert cards.card_of(Device("NVIDIA H200")).name == "h200"
+    assert cards.card_of(Device("NVIDIA H100 80GB HBM3")).name == "h100"
+    assert cards.card_of(Device("NVIDIA H100 PCIe")) is None
+    assert cards.card_of(Device("NVIDIA H200", "8.0")) is None
+    assert cards.card_of(jax.devices("cpu")[0]) is None
+
+
 @deviceless.skip
 def test_a_mesh_of_cards():
     mesh = deviceless.mesh("a100-80", 4)

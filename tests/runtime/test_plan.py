@@ -11,15 +11,18 @@ from lmjax import planning
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.models.registry import spec_from_hf
-from lmjax.runtime import cards
+from lmjax.runtime import cards, compile_bundle
+from lmjax.runtime.buckets import ForwardKey, SampleKey
+from lmjax.runtime.bundle import Bundle, PoolFacts
 from lmjax.runtime.hlo import entry, large_copies, launches
+from lmjax.runtime.identity import identity
 from lmjax.runtime.memory import GIB
 from lmjax.runtime.plan import Deployment, Plan, device_kv_specs, largest_keys, make_plan
 from lmjax.runtime.plan_layers import cut
 from lmjax.runtime.plan_report import to_json, to_text
 from lmjax.runtime.platform import no_compilation_cache
-from lmjax.runtime.programs import Shapes, forward_program
-from lmjax.runtime.resolve import model_source
+from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, Shapes, all_programs, forward_program
+from lmjax.runtime.resolve import ProgramMemory, model_source, step_bytes
 from tests import deviceless
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -196,6 +199,64 @@ def fake_plan() -> Plan:
 def test_what_cannot_be_spread_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="--tensor-parallel-size: got 3, but it has 16 query heads"):
         make_plan(deployment(write(tmp_path, SMALL), devices=3), None, ignore)
+
+
+@pytest.fixture
+def two_programs(monkeypatch):
+    def some(shapes, buckets):
+        found = all_programs(shapes, buckets)
+        return {key: found[key] for key in (APPLY_PATCHES, COPY_BLOCKS)}
+
+    monkeypatch.setattr("lmjax.runtime.compile_bundle.all_programs", some)
+    return PoolFacts((100,), 64, 0)
+
+
+def write_bundle(tmp_path, pool, autotune_results=None):
+    where = deployment(write(tmp_path, SMALL), max_num_seqs=1, max_num_batched_tokens=1)
+    resolved = where.resolve()
+    devices = list(resolved.placement.mesh.devices.flat)
+    return (
+        compile_bundle.write(resolved, pool, devices, tmp_path / "bundle", ignore, autotune_results),
+        resolved,
+        devices,
+    )
+
+
+@deviceless.skip
+def test_a_bundle_for_a_card_says_what_it_is_for(tmp_path, two_programs):
+    written, resolved, devices = write_bundle(tmp_path, two_programs)
+    assert written.compiled == 2
+    bundle = Bundle.read(written.path)
+    assert bundle.identity["device"] == "h200" and bundle.identity["compute capability"] == "9.0"
+    assert bundle.identity["plugin"].startswith("jax-cuda12-plugin ") and bundle.pool == two_programs
+    assert bundle.difference(identity(resolved, devices)) is None
+    other = identity(resolved, list(cards.topology(cards.card("h100"))))
+    assert bundle.difference(other) == "device: h100 here, h200 in the bundle"
+
+
+@deviceless.skip
+def test_autotune_results_are_loaded_and_part_of_a_bundle(tmp_path, two_programs):
+    results = tmp_path / "results.txtpb"
+    with pytest.raises(ConfigError, match="No such file"):
+        write_bundle(tmp_path, two_programs, str(results))
+    results.write_text("not {")
+    with pytest.raises(ConfigError, match="Failed to parse autotune results"):
+        write_bundle(tmp_path, two_programs, str(results))
+    results.write_text("version: 3\n")
+    assert write_bundle(tmp_path, two_programs, str(results))[0].compiled == 2
+    assert write_bundle(tmp_path, two_programs, str(results))[0].compiled == 0
+    results.write_text("version: 3\n\n")
+    assert write_bundle(tmp_path, two_programs, str(results))[0].compiled == 2
+
+
+def test_outputs_of_two_steps_and_temporaries_of_one():
+    shapes = shapes_for(SMALL)
+    block = 16 * sum(kv.bytes_per_token() for kv in shapes.kv_specs)
+    forward, sample = ForwardKey(512, 16), SampleKey(16, 3, True)
+    small, large = ProgramMemory(10, 7), ProgramMemory(10**9, 3)
+    assert step_bytes(shapes, {forward: small, sample: small}) == 2 * 7 + 16 * block  # copying blocks needs more
+    assert step_bytes(shapes, {forward: large, sample: small}) == 2 * 3 + 10**9
+    assert step_bytes(shapes, {forward: small, sample: large}) == 2 * 7 + 10**9 + 2 * 3
 
 
 def test_settings_of_plan_and_compile_are_checked(tmp_path):
