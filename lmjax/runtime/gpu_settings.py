@@ -41,6 +41,11 @@ def settings(gpu_memory_utilization: float) -> tuple[Setting, ...]:
             str(gpu_memory_utilization),
             "one allocation for weights, pool and temporaries; JAX would take 75 % of the card",
         ),
+        Setting(
+            "LLVM_DISABLE_SYMBOLIZATION",
+            "1",
+            "where llvm-symbolizer is installed, XLA's compiler names stack traces that nobody sees: 3 s become 27",
+        ),
         Setting("NCCL_DEBUG", "WARN", "a failed collective is explained in the log"),
         Setting(
             "xla_gpu_nccl_termination_timeout_seconds",
