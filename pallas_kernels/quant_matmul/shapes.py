@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # K, N
 LLAMA_8B = {"qkv": (4096, 6144), "gate_up": (4096, 28672), "down": (14336, 4096)}
+ODD = (1000, 520)  # no tile divides them, nor does any group K
 TOKENS = (1, 16, 64, 512)
 # kind, group (0: all of K), symmetric
 FORMATS: dict[str, tuple[str, int, bool]] = {

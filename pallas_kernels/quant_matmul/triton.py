@@ -104,7 +104,7 @@ def _body(
         at = span * walk.span + inner
         ok = None if walk.exact else (inner < walk.span) & (at < w_ref.shape[0])
         mask = _both(ok, n_ok)
-        values = plt.load(w_ref.at[at[:, None], col[None]], mask=mask, other=None if mask is None else 0)
+        values = plt.load(w_ref.at[at[:, None], col[None]], mask=mask)
         if w_kind == "int4":
             first = span * (2 * walk.span) + inner
             low, high = load_x(first, ok), load_x(first + walk.span, ok)
@@ -115,8 +115,10 @@ def _body(
                 total = jnp.sum(low.astype(jnp.float32) + high.astype(jnp.float32), axis=1)
                 y = y - total[:, None] * per_group(zero_ref, span)
             return acc + y * per_group(scale_ref, span)
-        xs = load_x(at, ok)
-        y = _dot(xs, values.astype(xs.dtype))
+        xs, wide = load_x(at, ok), values.astype(x_ref.dtype)
+        if ok is not None:  # what lies beyond the mask is anything, NaN too; Triton has no fp8 constant to load instead
+            wide = jnp.where(ok[:, None], wide, jnp.zeros((), wide.dtype))
+        y = _dot(xs, wide)
         if w_kind == "fp8_block":  # block_n divides 128: one scale for the whole tile
             scale = plt.load(scale_ref.at[jnp.minimum(span, scale_ref.shape[0] - 1), scale_column])
             y = y * scale.astype(jnp.float32)

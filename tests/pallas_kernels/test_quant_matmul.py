@@ -19,7 +19,7 @@ from pallas_kernels.quant_matmul import (
     quantize_int8,
     unpack_int4,
 )
-from pallas_kernels.quant_matmul.shapes import FORMATS, LLAMA_8B, TOKENS
+from pallas_kernels.quant_matmul.shapes import FORMATS, LLAMA_8B, ODD, TOKENS
 from pallas_kernels.quant_matmul.tiles import splits_of, tile_of
 from tests import deviceless, pairs
 
@@ -183,7 +183,7 @@ def abstract(form: str, k: int, n: int, scale: str = "bfloat16") -> QuantWeight:
 
 
 def compiled(form: str, shape: str, tokens: int, card: str, backend: str = "triton") -> deviceless.Compiled:
-    target, (k, n) = cards.card(card).target(), LLAMA_8B[shape]
+    target, (k, n) = cards.card(card).target(), SHAPES_BY_NAME[shape]
 
     def product(x, w):
         return quant_matmul(x, w, out_dtype=jnp.bfloat16, target=target, backend=backend)
@@ -193,6 +193,7 @@ def compiled(form: str, shape: str, tokens: int, card: str, backend: str = "trit
 
 
 CARDS = ["a100-80", "h200", "b200"]
+SHAPES_BY_NAME = LLAMA_8B | {"odd": ODD}
 COMPILES = pairs.every(
     lambda c: not (c["form"].startswith("fp8") and c["card"] == "a100-80"),
     form=list(FORMATS),
@@ -200,10 +201,14 @@ COMPILES = pairs.every(
     tokens=list(TOKENS),
     card=CARDS,
 )
+COMPILES += [
+    {"form": f, "shape": "odd", "tokens": t, "card": "h200"} for f in ("int8", "fp8", "int4-all") for t in (3, 80)
+]
 SOME_COMPILES = [
     {"form": "int4-g128", "shape": "qkv", "tokens": 1, "card": "h200"},
     {"form": "int4-g32-zero", "shape": "gate_up", "tokens": 512, "card": "a100-80"},
     {"form": "fp8-block", "shape": "down", "tokens": 64, "card": "b200"},
+    {"form": "fp8-block", "shape": "odd", "tokens": 3, "card": "h200"},
 ]
 
 
@@ -213,7 +218,7 @@ def check_compiled(form: str, shape: str, tokens: int, card: str) -> None:
     if deviceless.PTXAS:
         assert result.spill_bytes == 0
     assert "mma" in result.ptx  # tensor cores
-    k, n = LLAMA_8B[shape]
+    k, n = SHAPES_BY_NAME[shape]
     assert result.memory.temp_size_in_bytes < k * n // 4  # partial sums at most: no widened weight
 
 
