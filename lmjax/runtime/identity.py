@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 
 from lmjax.runtime import cards, gpu_settings
 from lmjax.runtime.compiler import Program
@@ -50,7 +49,7 @@ def identity(resolved: Resolved, devices: list[jax.Device]) -> dict[str, str]:
 
 
 def versions(device: jax.Device) -> dict[str, str]:
-    found = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    found = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
     return found if device.platform == "cpu" else found | {"plugin": _plugin_version()}
 
 
