@@ -134,7 +134,7 @@ def test_nothing_copies_the_experts():
 
 
 def test_time_does_not_grow_with_the_experts():
-    tokens, top_k, hidden, ffn = 2048, 4, 128, 192
+    tokens, top_k, hidden, ffn = 4096, 8, 128, 128  # full blocks either way
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((hidden, tokens)).astype(np.float32))
 
@@ -156,8 +156,9 @@ def test_time_does_not_grow_with_the_experts():
 
     few, many = timer(8), timer(64)
     for _ in range(5):
-        times = [(few(), many()) for _ in range(8)]
+        times = [(few(), many()) for _ in range(5)]
         ratio = min(b for _, b in times) / min(a for a, _ in times)
+        print(f"64 experts: {ratio:.2f} of the time of 8")
         if ratio < 1.3:
             return
     if os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1):
