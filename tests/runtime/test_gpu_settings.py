@@ -8,7 +8,11 @@ from lmjax.runtime import gpu_settings
 
 
 def test_what_is_set_already_stays():
-    environ = {"NCCL_DEBUG": "INFO", "LLVM_DISABLE_SYMBOLIZATION": "0", "XLA_FLAGS": "--xla_gpu_nccl_termination_timeout_seconds=5 --xla_foo"}
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "LLVM_DISABLE_SYMBOLIZATION": "0",
+        "XLA_FLAGS": "--xla_gpu_nccl_termination_timeout_seconds=5 --xla_foo",
+    }
     applied = gpu_settings.apply(0.8, environ)
     assert environ["NCCL_DEBUG"] == "INFO" and environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.8"
     assert environ["XLA_FLAGS"] == (
