@@ -66,7 +66,7 @@ class EngineConfig:
     )
     step_timeout: float | None = _opt(
         None,
-        "seconds after which an unfinished step counts as hung and ends the engine; 0: never (default: 60, on a CPU 600)",
+        "seconds after which an unfinished step is hung and ends the engine; 0: never (default: 60, on a CPU 600)",
     )
     bundle: str | None = _opt(None, "directory of executables to start from (made by lmjax compile)")
     require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")
