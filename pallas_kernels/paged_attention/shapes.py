@@ -57,7 +57,7 @@ def prefill_tile(
 ) -> dict[str, Any]:
     """{"queries": rows of a tile (tokens x heads), "keys": positions taken in at once, "num_warps", "num_stages"}.
 
-    The largest that compile without spills with every feature on.
+    Large ones that compile without spills, all features on or none; no card has timed them yet.
     """
     found = tuned("paged_prefill", target, prefill_case(pool))
     if found:
@@ -65,16 +65,19 @@ def prefill_tile(
     dim, size = next_power_of_2(pool.shape[5]), max(q.dtype.itemsize, pool.dtype.itemsize)
     converted = pool.dtype.itemsize == 1  # keys and values go through registers, in two types
     if size == 4:  # no tensor cores: the operands of a product go through registers
-        queries, keys, warps, stages = (32, 32, 8, 2) if dim <= 64 else (32 if dim <= 128 else 16, 16, 8, 2)
+        queries, keys, warps, stages = (32, 32, 8, 2) if dim <= 64 else (16, 16, 4, 2)
     elif target.capability[0] in (9, 10):  # warpgroup products take their operands from shared memory
         queries, keys, warps, stages = (128, 64, 8, 3) if dim <= 128 else (64, 64, 8, 2)
         if dim == 128 and q.shape[0] * q.shape[1] < queries * target.cores:  # more programs than multiprocessors
-            queries, warps = 64, 8 if converted else 4
+            queries, keys, warps = 64, 32 if converted else 64, 4
+        if dim <= 64 and converted and target.capability[0] == 10:
+            queries, warps = 64, 4
         if dim >= 256 and converted and target.capability[0] == 9:
             keys = 16
+    elif converted:
+        queries, keys, warps, stages = (64, 32, 8, 2) if dim <= 128 else (32, 16, 8, 2)
     else:
-        queries = 128 if dim <= 64 and not converted else 32 if dim >= 256 and converted else 64
-        keys, warps, stages = 64 if dim <= 128 and not converted else 32, 8, 2
+        queries, keys, warps, stages = 128 if dim <= 64 else 64, 64 if dim <= 128 else 32, 8, 2
     while keys > 16 and (queries + 2 * 2 * keys) * dim * size > target.shared_memory:  # q, two tiles of K and V
         keys //= 2
     return {"queries": queries, "keys": keys, "num_warps": warps, "num_stages": stages}
