@@ -86,7 +86,7 @@ class _InFlight:
 
 
 def _arrays(plan: StepPlan) -> list[np.ndarray]:
-    arrays = [plan.slots, plan.handles, plan.epochs, plan.starts, plan.lengths, plan.samples, plan.token_ids]
+    arrays = [plan.slots, plan.handles, plan.keys, plan.starts, plan.lengths, plan.samples, plan.token_ids]
     return [*arrays, plan.patches, *([] if plan.target_ids is None else [plan.target_ids])]
 
 

@@ -124,7 +124,7 @@ class Decoding:
             num_decode=batch,
             slots=ids,
             handles=ids.astype(np.int64),
-            epochs=np.zeros(batch, np.int32),
+            keys=np.arange(batch, dtype=np.int64),
             starts=np.full(batch, position, np.int32),
             lengths=np.ones(batch, np.int32),
             samples=np.ones(batch, bool),

@@ -34,13 +34,21 @@ class SlotLoad:
     bad_words_ids: list[list[int]] | None = None
 
 
+_EPOCH_BITS = 20
+
+
+def row_key(handle: int, epoch: int) -> int:
+    """``epoch``: how often the request was preempted. Handles are below 2**43."""
+    return (handle << _EPOCH_BITS) | (epoch & ((1 << _EPOCH_BITS) - 1))
+
+
 @dataclass(slots=True)
 class StepPlan:
     step_id: int
     num_decode: int
-    slots: np.ndarray  # int32 [R]
+    slots: np.ndarray  # intp [R]
     handles: np.ndarray  # int64 [R]  the request's handle, unique for the life of the engine
-    epochs: np.ndarray  # int32 [R]  results are matched by (handle, epoch), never by slot
+    keys: np.ndarray  # int64 [R]  handle and epoch in one (row_key): results are matched by it, never by slot
     starts: np.ndarray  # int32 [R]  position of the first token = tokens whose KV is in the pool
     lengths: np.ndarray  # int32 [R]  tokens of the row in this step
     samples: np.ndarray  # bool [R]  the row's last token draws the next one (position start + length)

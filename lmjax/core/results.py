@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lmjax.core.output import PromptRows, StepOutput, cut_rows
-from lmjax.core.plan import StepPlan, StepResult
+from lmjax.core.plan import StepPlan, StepResult, row_key
 from lmjax.core.request import Request
 from lmjax.core.state import EngineState
 from lmjax.core.stop import end_of, ended_rows
@@ -19,8 +19,8 @@ def read_result(state: EngineState, plan: StepPlan, result: StepResult) -> StepO
     """
     table = state.table
     prompt_rows = _prompt_rows(state, result) if result.prompt_logprobs else []
-    slots = plan.slots.astype(np.intp)
-    current = (table.handles[slots] == plan.handles) & (table.epochs[slots] == plan.epochs)
+    slots = plan.slots
+    current = table.keys[slots] == plan.keys
     live = current & plan.samples
     rows = live.nonzero()[0]
     if len(rows) < len(slots):
@@ -76,7 +76,7 @@ def _read_late_tokens(state: EngineState, plan: StepPlan, result: StepResult, ro
     kept, k = [], -1
     for row in rows:
         request = state.requests.get(int(plan.handles[row]))
-        if request is None or not request.pending or request.epoch != plan.epochs[row] + 1:
+        if request is None or not request.pending or row_key(request.handle, request.epoch - 1) != plan.keys[row]:
             continue
         kept.append(row)
         if request.params.logprobs is not None:

@@ -202,7 +202,7 @@ class Scheduler:
     def _plan(self, decode: np.ndarray, rows: list[PrefillRow], patches: np.ndarray) -> StepPlan:
         state, table = self.state, self.state.table
         count, total = len(decode), len(decode) + len(rows)
-        slots, starts = np.empty(total, np.int32), np.empty(total, np.int32)
+        slots, starts = np.empty(total, np.intp), np.empty(total, np.int32)
         lengths, samples = self._ones[:total].copy(), self._all[:total].copy()
         slots[:count] = decode
         self._plan_decode(decode, starts[:count])
@@ -214,13 +214,12 @@ class Scheduler:
             target_ids = _target_ids(rows, len(token_ids))
             if self.prefill.new_decodes:
                 state.decode = np.concatenate((state.decode, np.array(self.prefill.new_decodes, np.intp)))
-        index = slots.astype(np.intp)
         plan = StepPlan(
             step_id=self._next_step,
             num_decode=count,
             slots=slots,
-            handles=table.handles[index],
-            epochs=table.epochs[index],
+            handles=table.handles[slots],
+            keys=table.keys[slots],
             starts=starts,
             lengths=lengths,
             samples=samples,

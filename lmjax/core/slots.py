@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from lmjax.core.plan import row_key
 from lmjax.core.request import Request
 
 MAX_STOP_IDS = 8  # more go through a set on the request (``many_stops``)
@@ -28,7 +29,7 @@ class SlotTable:
         self._width = cols * block_size
         self._blocks = self.tokens.view(np.dtype((np.void, 4 * block_size)))  # [S, cols], each item a block's bytes
         self.handles = np.full(num_slots, -1, np.int64)
-        self.epochs = np.zeros(num_slots, np.int32)
+        self.keys = np.full(num_slots, -1, np.int64)  # row_key of the request in the slot
         self.known = np.zeros(num_slots, np.int32)
         self.planned = np.zeros(num_slots, np.int32)
         self.computed = np.zeros(num_slots, np.int32)
@@ -60,7 +61,7 @@ class SlotTable:
         self.requests[slot] = request
         self.tokens[slot, : len(history)] = history
         self.handles[slot] = request.handle
-        self.epochs[slot] = request.epoch
+        self.keys[slot] = row_key(request.handle, request.epoch)
         self.known[slot] = self.planned[slot] = len(history)
         self.computed[slot] = computed
         self.limit[slot] = request.limit
@@ -82,7 +83,7 @@ class SlotTable:
         assert request is not None
         request.slot = -1
         self.requests[slot] = None
-        self.handles[slot] = -1
+        self.handles[slot] = self.keys[slot] = -1
         count = len(request.stop_ids)
         if count <= MAX_STOP_IDS:
             self._num_with_stops[count] -= 1
@@ -122,6 +123,6 @@ class SlotTable:
             request = self.requests[slot]
             assert request is not None
             assert request.slot == slot and request.handle == self.handles[slot], "owner of a slot"
-            assert request.epoch == self.epochs[slot], "epoch of a slot"
+            assert self.keys[slot] == row_key(request.handle, request.epoch), "key of a slot"
             assert self.computed[slot] <= self.planned[slot] and self.known[slot] <= self.planned[slot], "lengths"
             assert self.planned[slot] <= self.limit[slot], "a slot was planned past its limit"

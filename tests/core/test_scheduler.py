@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmjax.config import SchedulerConfig
-from lmjax.core.plan import StepResult, TokenColumns, pack_rows, row_width, unpack_rows
+from lmjax.core.plan import StepResult, TokenColumns, pack_rows, row_key, row_width, unpack_rows
 from lmjax.core.scheduler import Scheduler, request_seed
 from tests.fakes import Driver, FakeExecutor, fake_info, full_spec, request, run_requests, window_spec
 
@@ -398,7 +398,7 @@ def test_a_result_of_an_earlier_epoch_does_not_count():
     scheduler = Scheduler(config(), fake_info())
     scheduler.add(request(0, [1, 2]))
     plan = scheduler.schedule()
-    old = replace(plan, epochs=plan.epochs - 1)
+    old = replace(plan, keys=plan.keys - 1)
     assert not len(scheduler.update(old, answer(old)).handles)
     assert scheduler.update(plan, answer(plan)).rows.tolist() == [[5]]
 
@@ -425,7 +425,7 @@ def test_a_token_that_arrives_after_preemption_is_kept():
     assert scheduler.schedule() is None, "it may not come back before its last token arrived"
     assert scheduler.update(second, answer(second, 8)).rows.tolist() == [[8]]
     third = scheduler.schedule()
-    assert third.epochs.tolist() == [1] and third.starts.tolist() == [0] and third.lengths.tolist() == [12]
+    assert third.keys.tolist() == [row_key(0, 1)] and third.starts.tolist() == [0] and third.lengths.tolist() == [12]
     assert third.slot_loads[0].history[-2:].tolist() == [7, 8] and third.slot_loads[0].num_prompt_tokens == 10
     assert scheduler.update(third, answer(third, 9)).rows.tolist() == [[9]]
     scheduler.check_integrity()

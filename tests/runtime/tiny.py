@@ -50,7 +50,7 @@ def make_plan(step_id: int = 0, *, decode=(), prefill=(), patches=(), targets=No
         num_decode=len(decode),
         slots=slots,
         handles=slots.astype(np.int64) + 100,
-        epochs=np.zeros(len(rows), np.int32),
+        keys=slots.astype(np.int64) + 100,
         starts=starts,
         lengths=lengths,
         samples=np.array([row[3] for row in rows], bool),
