@@ -70,7 +70,7 @@ def prefill_tile(
         queries, keys, warps, stages = (128, 64, 8, 3) if dim <= 128 else (64, 64, 8, 2)
         if dim == 128 and q.shape[0] * q.shape[1] < queries * target.cores:  # more programs than multiprocessors
             queries, keys, warps = 64, 32 if converted else 64, 4
-        if dim <= 64 and converted and target.capability[0] == 10:
+        if dim <= 64 and target.capability[0] == 10:
             queries, warps = 64, 4
         if dim >= 256 and converted and target.capability[0] == 9:
             keys = 16
