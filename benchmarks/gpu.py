@@ -17,6 +17,7 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -270,6 +271,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """0: every section ran without an error. What was skipped counts as run."""
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the worker would stay
     with tempfile.TemporaryDirectory() as name:
         run = Run(args, Path(name))
         try:

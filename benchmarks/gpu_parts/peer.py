@@ -34,12 +34,16 @@ def measure(small: bool) -> dict[str, Any]:
         ).eval()
     prompts = torch.randint(1, config.vocab_size, (batch, context)).tolist()
 
+    # else it takes most of the machine's memory at every call; a card's is there to be taken
+    limits = {"num_blocks": 16, "max_batch_tokens": 256} if small else {}
+    batching = transformers.generation.ContinuousBatchingConfig(**limits)
+
     def seconds(new_tokens: int) -> float:
         how = transformers.GenerationConfig(
             max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=-1
         )
         begin = time.perf_counter()
-        results = model.generate_batch(inputs=prompts, generation_config=how, progress_bar=False)
+        results = model.generate_batch(prompts, how, continuous_batching_config=batching, progress_bar=False)
         taken = time.perf_counter() - begin
         lengths = {len(result.generated_tokens) for result in results.values()}
         if lengths != {new_tokens} or len(results) != batch:
