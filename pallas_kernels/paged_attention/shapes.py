@@ -65,7 +65,7 @@ def prefill_tile(
     dim, size = next_power_of_2(pool.shape[5]), max(q.dtype.itemsize, pool.dtype.itemsize)
     converted = pool.dtype.itemsize == 1  # keys and values go through registers, in two types
     if size == 4:  # no tensor cores: the operands of a product go through registers
-        queries, keys, warps, stages = (32, 32, 8, 2) if dim <= 64 else (16, 16, 4, 2)
+        queries, keys, warps, stages = (32, 32, 8, 2) if dim <= 64 else (16, 16, 8 if dim <= 128 else 16, 2)
     elif target.capability[0] in (9, 10):  # warpgroup products take their operands from shared memory
         queries, keys, warps, stages = (128, 64, 8, 3) if dim <= 128 else (64, 64, 8, 2)
         if dim == 128 and q.shape[0] * q.shape[1] < queries * target.cores:  # more programs than multiprocessors
