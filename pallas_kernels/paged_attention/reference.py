@@ -14,8 +14,12 @@ from jax import lax
 
 from pallas_kernels.platform import CPU, Target
 
-TILE = 64  # query tokens of one sequence that share each gather of its blocks
+# Query tokens of one sequence that share each gather of its blocks. Large programs cut a row into large tiles, which
+# make the better products, and the rest of it into small ones, which waste less.
+TILE, LARGE_TILE, SMALL_TILE = 64, 128, 32
+MIXED_TILES = 256  # programs of so many tokens have both
 TILE_BLOCKS = 16  # KV blocks a tile takes in at once
+WHOLE_CHUNK = 2  # times as many where all of them are seen by all of a large tile: nothing is masked there
 GATHER = 128  # decode rows x blocks in one gather: larger spills the cache, smaller loses to loop overhead
 
 
@@ -45,23 +49,24 @@ def _absorb(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    seen: jax.Array,
+    seen: jax.Array | None,
     soft_cap: float | None,
     bias: jax.Array | None,
 ) -> _Softmax:
-    """q [X, K, Q, H]; k, v [X, K, C, H]; seen bool [X, Q or 1, C]; bias float32 [X, K, Q, C]."""
+    """q [X, K, Q, H]; k, v [X, K, C, H]; seen bool [X, Q or 1, C], None: all is; bias float32 [X, K, Q, C]."""
     s = jnp.einsum("xkqh,xkch->xkqc", q, k, preferred_element_type=jnp.float32)
     if soft_cap is not None:
         s = jnp.float32(soft_cap) * jnp.tanh(s / jnp.float32(soft_cap))
     if bias is not None:
         s = s + bias
-    s = jnp.where(seen[:, None], s, -jnp.inf)
+    if seen is not None:
+        s = jnp.where(seen[:, None], s, -jnp.inf)
     top = jnp.maximum(state.top, s.max(-1))
     safe = jnp.where(jnp.isfinite(top), top, jnp.float32(0))  # rows that have seen nothing yet
     p = jnp.exp(s - safe[..., None])
     fade = jnp.exp(state.top - safe)
-    # a weight of zero would not stop a NaN in a masked V (null block, blocks not yet written)
-    v = jnp.where(seen.any(1)[:, None, :, None], v, jnp.float32(0))
+    if seen is not None:  # a weight of zero would not stop a NaN in a masked V (null block, blocks not yet written)
+        v = jnp.where(seen.any(1)[:, None, :, None], v, jnp.float32(0))
     pv = jnp.einsum("xkqc,xkch->xkqh", p, v, preferred_element_type=jnp.float32)
     return _Softmax(top, state.total * fade + p.sum(-1), state.acc * fade[..., None] + pv)
 
@@ -140,47 +145,76 @@ def _decode(
 
 def _prefill(
     q: jax.Array,  # [T, K, G, H] scaled
-    out: jax.Array,  # [T, K, G, H]  written where a tile has tokens
+    out: jax.Array,  # [T, K, G, H]  written where a row has tokens
     pool: jax.Array,
     layer: int | jax.Array,
     tables: jax.Array,  # int32 [S, P]
-    query_starts: jax.Array,
-    query_lens: jax.Array,  # 0 for rows that are no prefill rows
+    starts: jax.Array,  # int32 [S]  index in T of the row's first token
+    lens: jax.Array,  # int32 [S]  0 for rows that are no prefill rows
     context_lens: jax.Array,
     window: int | None,
     logits: _Logits,
 ) -> jax.Array:
+    offsets = context_lens - lens - starts  # position = index in T + offset
+    if q.shape[0] < MIXED_TILES:
+        return _tiles(q, out, pool, layer, tables, starts, lens, offsets, window, logits, min(TILE, q.shape[0]))
+    large = lens // LARGE_TILE * LARGE_TILE
+    out = _tiles(q, out, pool, layer, tables, starts, large, offsets, window, logits, LARGE_TILE)
+    return _tiles(q, out, pool, layer, tables, starts + large, lens - large, offsets, window, logits, SMALL_TILE)
+
+
+def _tiles(
+    q: jax.Array,  # [T, K, G, H] scaled
+    out: jax.Array,  # [T, K, G, H]  written where a tile has tokens
+    pool: jax.Array,
+    layer: int | jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,  # int32 [S]  index in T of the first token that is computed here
+    lens: jax.Array,  # int32 [S]  how many are
+    offsets: jax.Array,  # int32 [S]
+    window: int | None,
+    logits: _Logits,
+    tile: int,
+) -> jax.Array:
     tokens, kv_heads, group, dim = q.shape
-    block, tile = pool.shape[4], min(TILE, tokens)
+    block = pool.shape[4]
     count = min(TILE_BLOCKS, tables.shape[1])
+    whole_count = WHOLE_CHUNK * count
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
-    tiles = (query_lens + tile - 1) // tile  # [S]
+    tiles = (lens + tile - 1) // tile  # [S]
     ends = jnp.cumsum(tiles)
     sinks, slopes = (None if x is None else jnp.repeat(x, tile, 1) for x in (logits.sinks, logits.alibi))
 
     def one_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         row = jnp.sum((ends <= i).astype(jnp.int32))
-        begin = query_starts[row] + (i - ends[row] + tiles[row]) * tile
-        stop = jnp.minimum(begin + tile, query_starts[row] + query_lens[row])
+        begin = starts[row] + (i - ends[row] + tiles[row]) * tile
+        stop = jnp.minimum(begin + tile, starts[row] + lens[row])
         start = jnp.minimum(begin, tokens - tile)  # the slice must lie within T: it may begin before the tile
         index = start + jnp.arange(tile, dtype=jnp.int32)
         ours = (index >= begin) & (index < stop)
-        offset = context_lens[row] - query_lens[row] - query_starts[row]  # position = index in T + offset
+        offset = offsets[row]
         positions = jnp.where(ours, index + offset, jnp.int32(-1))
         qt = lax.dynamic_slice_in_dim(q, start, tile, 0)  # [tile, K, G, H]
         qt = jnp.moveaxis(qt, 0, 2).reshape(1, kv_heads, group * tile, dim)
 
-        def body(j: jax.Array, state: _Softmax) -> _Softmax:
-            k, v = _gather(pool, logits.kv_scales, layer, lax.dynamic_slice(tables, (row, j * count), (1, count)))
-            seen = _seen(positions, j * (count * block), count * block, window)
-            bias = None
+        def body(j: jax.Array, state: _Softmax, size: int, whole: bool) -> _Softmax:
+            blocks = lax.dynamic_slice(tables, (row, j * size), (1, size))
+            k, v = _gather(pool, logits.kv_scales, layer, blocks)
+            seen = bias = None
+            if not whole:
+                seen = jnp.tile(_seen(positions, j * (size * block), size * block, window), (group, 1))[None]
             if slopes is not None:
-                distance = _distance(positions, j * (count * block), count * block)
+                distance = _distance(positions, j * (size * block), size * block)
                 bias = (slopes[:, :, None] * jnp.tile(distance, (group, 1))[None])[None]
-            return _absorb(state, qt, k, v, jnp.tile(seen, (group, 1))[None], logits.soft_cap, bias)
+            return _absorb(state, qt, k, v, seen, logits.soft_cap, bias)
 
         low, high = _chunks(begin + offset, stop - 1 + offset, count * block, window)
-        state = lax.fori_loop(low, high, body, _start((1, kv_heads, group * tile), dim))
+        state = _start((1, kv_heads, group * tile), dim)
+        if window is None and tile == LARGE_TILE and tables.shape[1] >= whole_count:
+            wholes = (begin + offset + 1) // (whole_count * block)  # chunks that all of the tile sees to their end
+            state = lax.fori_loop(0, wholes, lambda j, state: body(j, state, whole_count, True), state)
+            low = wholes * (whole_count // count)
+        state = lax.fori_loop(low, high, lambda j, state: body(j, state, count, False), state)
         o = jnp.moveaxis(_result(state, sinks).reshape(kv_heads, group, tile, dim), 2, 0)
         kept = lax.dynamic_slice_in_dim(out, start, tile, 0)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(ours[:, None, None, None], o, kept), start, 0)
