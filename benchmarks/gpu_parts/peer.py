@@ -35,7 +35,7 @@ def measure(small: bool) -> dict[str, Any]:
     prompts = torch.randint(1, config.vocab_size, (batch, context)).tolist()
 
     # else it takes most of the machine's memory at every call; a card's is there to be taken
-    limits = {"num_blocks": 16, "max_batch_tokens": 256} if small else {}
+    limits: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 256} if small else {}
     batching = transformers.generation.ContinuousBatchingConfig(**limits)
 
     def seconds(new_tokens: int) -> float:
