@@ -78,6 +78,9 @@ def _register_plugin() -> None:
     if (folder / "jax_plugins").is_dir() and str(folder) not in sys.path:
         sys.path.append(str(folder))
         importlib.invalidate_caches()
+        # jax looks for it when Mosaic is first imported, which may have been before
+        for library in folder.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"):
+            os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(library))
         for name in _NAMES:
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(f"jax_plugins.{name}").initialize()

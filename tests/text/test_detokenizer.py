@@ -205,7 +205,7 @@ def test_nasty_stops(alpha, stop):
     """Text that always is a prefix of the stop strings: bounded work, all text out."""
     stops = [stop[i:] for i in range(64)]
     text = stop[:-1] * 2
-    start = time.perf_counter()
+    start = time.process_time()
     found = run(alpha, alpha.encode(text), stop=[s + "!" for s in stops])
     assert found[0] == text
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
