@@ -49,8 +49,8 @@ def tile_of(kind: Kind, group: int, num_tokens: int, x_bytes: int, target: Targe
         tile = Tile(**{f.name: int(found[f.name]) for f in fields(Tile)})
     else:
         tile = _DEFAULT[token_class(num_tokens)]
-        if not (9, 0) <= target.capability < (12, 0):  # mma.sync: both operands are in registers, larger spills
-            tile = replace(tile, block_m=min(tile.block_m, 64))
+        if target.capability[0] != 9:  # without wgmma more lies in registers: the larger tiles spill
+            tile = replace(tile, block_m=min(tile.block_m, 64), block_k=tile.block_k if tile.block_m == 16 else 64)
         if x_bytes == 4:  # float32 runs without tensor cores: registers are the limit
             tile = replace(tile, block_m=min(tile.block_m, 32), block_n=min(tile.block_n, 64), block_k=32)
     if kind == "fp8_block":
