@@ -75,7 +75,8 @@ def prefill_tile(
         if dim >= 256 and converted and target.capability[0] == 9:
             keys = 16
     elif converted:
-        queries, keys, warps, stages = (64, 32, 8, 2) if dim <= 128 else (32, 16, 8, 2)
+        queries = 64 if dim <= 128 else 32 if target.capability == (8, 0) else 16
+        keys, warps, stages = 32, 8, 2
     else:
         queries, keys, warps, stages = 128 if dim <= 64 else 64, 64 if dim <= 128 else 32, 8, 2
     while keys > 16 and (queries + 2 * 2 * keys) * dim * size > target.shared_memory:  # q, two tiles of K and V

@@ -194,22 +194,14 @@ def compiled(form: str, shape: str, tokens: int, card: str, backend: str = "trit
 
 CARDS = ["a100-80", "h200", "b200"]
 SHAPES_BY_NAME = LLAMA_8B | {"odd": ODD}
-COMPILES = pairs.every(
-    lambda c: not (c["form"].startswith("fp8") and c["card"] == "a100-80"),
-    form=list(FORMATS),
-    shape=list(LLAMA_8B),
-    tokens=list(TOKENS),
-    card=CARDS,
-)
-COMPILES += [
-    {"form": f, "shape": "odd", "tokens": t, "card": "h200"} for f in ("int8", "fp8", "int4-all") for t in (3, 80)
+COMPILE_AXES = {"form": list(FORMATS), "card": CARDS, "tokens": list(TOKENS), "shape": list(LLAMA_8B)}
+ODD_COMPILES = [
+    {"form": form, "card": "h200", "tokens": 3, "shape": "odd"} for form in ("int8", "fp8", "fp8-block", "int4-all")
 ]
-SOME_COMPILES = [
-    {"form": "int4-g128", "shape": "qkv", "tokens": 1, "card": "h200"},
-    {"form": "int4-g32-zero", "shape": "gate_up", "tokens": 512, "card": "a100-80"},
-    {"form": "fp8-block", "shape": "down", "tokens": 64, "card": "b200"},
-    {"form": "fp8-block", "shape": "odd", "tokens": 3, "card": "h200"},
-]
+
+
+def card_has(case: pairs.Case) -> bool:
+    return not (case["form"].startswith("fp8") and case["card"] == "a100-80")
 
 
 def check_compiled(form: str, shape: str, tokens: int, card: str) -> None:
@@ -223,14 +215,14 @@ def check_compiled(form: str, shape: str, tokens: int, card: str) -> None:
 
 
 @deviceless.skip
-@pytest.mark.parametrize("case", SOME_COMPILES, ids=pairs.name)
+@pytest.mark.parametrize("case", pairs.all_pairs(card_has, **COMPILE_AXES) + ODD_COMPILES, ids=pairs.name)
 def test_compiles_for_cards(case):
     check_compiled(**case)
 
 
 @pytest.mark.slow
 @deviceless.skip
-@pytest.mark.parametrize("case", COMPILES, ids=pairs.name)
+@pytest.mark.parametrize("case", pairs.every(card_has, **COMPILE_AXES), ids=pairs.name)
 def test_compiles_for_cards_whole_matrix(case):
     check_compiled(**case)
 
