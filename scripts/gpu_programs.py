@@ -1,13 +1,14 @@
 """Compiles the decode and prefill programs of whole models for 8 x H200 without a card and prints docs/gpu.md's table.
 
     LMJAX_CUDA_PLUGIN=.venv/3.11-cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu \
-        PYTHONPATH=.venv/3.11-cuda python -m scripts.gpu_programs
+        PYTHONPATH=.venv/3.11-cuda python -m scripts.gpu_programs [--layers 4]
 
 Takes minutes. Tests hold the same at 2 and 4 layers (tests/runtime/test_gpu_programs.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -20,11 +21,14 @@ MODELS = (("llama-3.1-8b", 1), ("llama-3.1-8b", 2), ("llama-3.1-8b", 8), ("llama
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=0, help="of each model (default: all)")
+    layers = parser.parse_args().layers
     print("| program | kernels/layer | all-reduces | command buffers | args / pool / temp MiB | seconds |")
     print("|---|---|---|---|---|---|", flush=True)
     for model, tp in MODELS:
         for tokens in (64, 2048, 8192):
-            case, began = Case(model, tp, tokens, layers=0), time.monotonic()
+            case, began = Case(model, tp, tokens, layers=layers), time.monotonic()
             found = read(case)
             sizes = " / ".join(
                 f"{n / 2**20:.1f}" for n in (found.argument_bytes, found.pool_bytes, found.temporary_bytes)
