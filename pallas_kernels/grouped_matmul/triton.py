@@ -109,7 +109,7 @@ def _body(
 
 
 def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
-    return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0)
+    return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def _both(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
