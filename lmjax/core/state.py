@@ -8,7 +8,7 @@ from bisect import insort
 import numpy as np
 
 from lmjax.config import SchedulerConfig
-from lmjax.core.block_hash import block_digests, extend_digests
+from lmjax.core.block_hash import block_digest, extend_digests
 from lmjax.core.kv_manager import NO_HIT, KVManager, PrefixHit
 from lmjax.core.output import Finished, Started
 from lmjax.core.plan import ExecutorInfo, SlotLoad
@@ -129,9 +129,10 @@ class EngineState:
         else:
             cols = ends // size - 1
             indices = slots.tolist()
-            names = block_digests([parents[slot] for slot in indices], table.block_bytes(slots, cols))
-            for slot, name in zip(indices, names, strict=True):
-                parents[slot] = name
+            names = []
+            for slot, tokens in zip(indices, table.block_bytes(slots, cols), strict=True):
+                parents[slot] = name = block_digest(parents[slot], tokens)
+                names.append(name)
             self.kv.register_each(slots, cols, names)
             table.next_named[slots] = ends + size
         self.stats.hash_seconds += time.perf_counter() - began

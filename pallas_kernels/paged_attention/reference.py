@@ -14,12 +14,11 @@ from jax import lax
 
 from pallas_kernels.platform import CPU, Target
 
-# Query tokens of one sequence that share each gather of its blocks. Large programs cut a row into large tiles, which
-# make the better products, and the rest of it into small ones, which waste less.
-TILE, LARGE_TILE, SMALL_TILE = 64, 128, 32
-MIXED_TILES = 256  # programs of so many tokens have both
+# Query tokens of one sequence that share each gather of its blocks. Large tiles make the better products, small ones
+# waste less: each size takes what fills it, and a rest of more than half of it. Every further size makes a start longer.
+TILES = (256, 64)
 TILE_BLOCKS = 16  # KV blocks a tile takes in at once
-WHOLE_CHUNK = 2  # times as many where all of them are seen by all of a large tile: nothing is masked there
+WHOLE_CHUNK = 2  # times as many where nothing is masked
 GATHER = 128  # decode rows x blocks in one gather: larger spills the cache, smaller loses to loop overhead
 
 
@@ -156,11 +155,13 @@ def _prefill(
     logits: _Logits,
 ) -> jax.Array:
     offsets = context_lens - lens - starts  # position = index in T + offset
-    if q.shape[0] < MIXED_TILES:
-        return _tiles(q, out, pool, layer, tables, starts, lens, offsets, window, logits, min(TILE, q.shape[0]))
-    large = lens // LARGE_TILE * LARGE_TILE
-    out = _tiles(q, out, pool, layer, tables, starts, large, offsets, window, logits, LARGE_TILE)
-    return _tiles(q, out, pool, layer, tables, starts + large, lens - large, offsets, window, logits, SMALL_TILE)
+    sizes = sorted({min(tile, q.shape[0]) for tile in TILES}, reverse=True)
+    for tile in sizes:
+        rest = 0 if tile == sizes[-1] else lens % tile
+        now = jnp.where(rest > tile // 2, lens, lens - rest)
+        out = _tiles(q, out, pool, layer, tables, starts, now, offsets, window, logits, tile)
+        starts, lens = starts + now, lens - now
+    return out
 
 
 def _tiles(
@@ -210,7 +211,7 @@ def _tiles(
 
         low, high = _chunks(begin + offset, stop - 1 + offset, count * block, window)
         state = _start((1, kv_heads, group * tile), dim)
-        if window is None and tile == LARGE_TILE and tables.shape[1] >= whole_count:
+        if window is None and tile == TILES[0] and tables.shape[1] >= whole_count:
             wholes = (begin + offset + 1) // (whole_count * block)  # chunks that all of the tile sees to their end
             state = lax.fori_loop(0, wholes, lambda j, state: body(j, state, whole_count, True), state)
             low = wholes * (whole_count // count)
