@@ -35,6 +35,20 @@ class Softmax(NamedTuple):
         )
 
 
+def operands_of(
+    required: dict[str, jax.Array],
+    *,
+    layer: int | jax.Array,
+    sinks: jax.Array | None,
+    alibi: jax.Array | None,
+    kv_scales: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """What a kernel takes, by name: the layer as an array of one, nothing for what is absent."""
+    optional = {"sinks": sinks, "alibi": alibi, "scales": kv_scales}
+    given = {name: x for name, x in optional.items() if x is not None}
+    return required | {"layer": jnp.asarray(layer, jnp.int32).reshape(1)} | given
+
+
 def compute_dtype(q: jnp.dtype, pool: jnp.dtype) -> jnp.dtype:
     """What the products are taken in. All 1-byte numbers are exact in every float that a query has."""
     return q if pool.itemsize == 1 else jnp.promote_types(q, pool)
@@ -122,6 +136,26 @@ def absorb(state: Softmax, x: jax.Array, values: jax.Array, value_scales: jax.Ar
         weights = weights * value_scales[None]
     acc = state.acc * fade[:, None] + dot(weights.astype(values.dtype), values)
     return Softmax(top, total, acc)
+
+
+def take_in(
+    state: Softmax,
+    ref: dict[str, Any],  # with the kernel's "pool", "layer" and, where numbers are 1 byte, "scales"
+    q: jax.Array,  # [R, D]
+    blocks: jax.Array,
+    head: jax.Array,
+    offsets: jax.Array,
+    held: jax.Array | None,  # bool [C]: places that may be read; None: all
+    **scores: Any,  # of ``logits``
+) -> Softmax:
+    """One tile of keys and values from the pool more."""
+    where, layer = (blocks, head, offsets, held), ref["layer"][0]
+    key_scales = value_scales = None
+    if "scales" in ref:
+        key_scales, value_scales = (load_scales(ref["scales"], layer, which, *where) for which in (0, 1))
+    keys = load_kv(ref["pool"], layer, 0, *where, q.dtype)
+    x = logits(dot(q, keys.T), key_scales=key_scales, **scores)
+    return absorb(state, x, load_kv(ref["pool"], layer, 1, *where, q.dtype), value_scales)
 
 
 def finish(state: Softmax, sinks: jax.Array | None) -> jax.Array:

@@ -72,18 +72,16 @@ def operands_of(
     **static: Any,
 ) -> tuple[dict[str, jax.Array], Static]:
     """The arguments of ``decode_triton`` as the kernels take them: scalars as arrays of one, no absent ones."""
-    operands = {
+    required = {
         "q": q,
         "pool": pool,
-        "layer": jnp.asarray(layer, jnp.int32).reshape(1),
         "tables": block_tables,
         "rows": token_rows,
         "positions": positions,
         "count": count.reshape(1),
         "num_tokens": num_tokens.reshape(1),
     }
-    optional = {"sinks": sinks, "alibi": alibi, "scales": kv_scales}
-    return operands | {name: x for name, x in optional.items() if x is not None}, Static(**static)
+    return common.operands_of(required, layer=layer, sinks=sinks, alibi=alibi, kv_scales=kv_scales), Static(**static)
 
 
 def shape_of(operands: dict[str, jax.Array], tile: int, static: Static) -> Shape:
@@ -238,34 +236,22 @@ def _attend(
     position: jax.Array,
 ) -> common.Softmax:
     """The token's heads of one KV head over the given tiles."""
-    pool, dtype = ref["pool"], common.compute_dtype(ref["q"].dtype, ref["pool"].dtype)
+    dtype = common.compute_dtype(ref["q"].dtype, ref["pool"].dtype)
     padded = next_power_of_2(s.dim)
     g, d = jnp.arange(s.lanes, dtype=jnp.int32), jnp.arange(padded, dtype=jnp.int32)
     inside = (g[:, None] < s.group) & (d[None] < s.dim)
     q = plt.load(ref["q"].at[token, (head * s.group + g)[:, None], d[None]], mask=inside, other=0).astype(dtype)
     slopes = plt.load(ref["alibi"].at[head * s.group + g], mask=g < s.group, other=0.0) if "alibi" in ref else None
-    row, layer = ref["rows"][token], ref["layer"][0]
+    row = ref["rows"][token]
 
     def body(i: jax.Array, state: common.Softmax) -> common.Softmax:
         at = i * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
         seen = at <= position
         if s.window is not None:
             seen &= at > position - s.window
-        where = (common.block_ids(ref["tables"], row, at, seen, s.block), head, at % s.block, seen)
-        key_scales = value_scales = None
-        if "scales" in ref:
-            key_scales, value_scales = (common.load_scales(ref["scales"], layer, which, *where) for which in (0, 1))
-        keys = common.load_kv(pool, layer, 0, *where, dtype)
-        x = common.logits(
-            common.dot(q, keys.T),
-            scale=s.scale,
-            soft_cap=s.soft_cap,
-            key_scales=key_scales,
-            slopes=slopes,
-            distance=(at - position)[None],
-            seen=seen[None],
-        )
-        return common.absorb(state, x, common.load_kv(pool, layer, 1, *where, dtype), value_scales)
+        blocks = common.block_ids(ref["tables"], row, at, seen, s.block)
+        scores = {"scale": s.scale, "soft_cap": s.soft_cap, "slopes": slopes, "seen": seen[None]}
+        return common.take_in(state, ref, q, blocks, head, at % s.block, seen, distance=(at - position)[None], **scores)
 
     return lax.fori_loop(*tiles, body, common.Softmax.start(s.lanes, padded))
 

@@ -92,18 +92,16 @@ def prefill_triton(
 
     Arguments as of ``pallas_kernels.paged_attention.paged_attention``.
     """
-    operands = {
+    required = {
         "q": q,
         "pool": pool,
-        "layer": jnp.asarray(layer, jnp.int32).reshape(1),
         "tables": block_tables,
         "starts": query_starts,
         "lens": query_lens,
         "contexts": context_lens,
         "bounds": jnp.stack([num_decode, num_rows]),
     }
-    optional = {"sinks": sinks, "alibi": alibi, "scales": kv_scales}
-    operands |= {name: x for name, x in optional.items() if x is not None}
+    operands = common.operands_of(required, layer=layer, sinks=sinks, alibi=alibi, kv_scales=kv_scales)
     return _call(operands, out, scale=scale, window=window, soft_cap=soft_cap, target=target)
 
 
@@ -190,9 +188,7 @@ def _attend(
     positions: jax.Array,  # int32 [queries]
     slopes: jax.Array | None,  # float32 [queries]
 ) -> common.Softmax:
-    pool, layer = ref["pool"], ref["layer"][0]
-    dtype = common.compute_dtype(q.dtype, pool.dtype)
-    q = q.astype(dtype)
+    q = q.astype(common.compute_dtype(q.dtype, ref["pool"].dtype))
     last = tile.position + tile.length - 1
 
     def absorb(i: jax.Array, state: common.Softmax, edge: bool) -> common.Softmax:
@@ -206,21 +202,9 @@ def _attend(
             blocks = common.block_ids(ref["tables"], tile.row, at, held, s.block)
         else:
             blocks = plt.load(ref["tables"].at[tile.row, at // s.block])
-        where = (blocks, head, at % s.block, held)
-        key_scales = value_scales = None
-        if "scales" in ref:
-            key_scales, value_scales = (common.load_scales(ref["scales"], layer, which, *where) for which in (0, 1))
-        keys = common.load_kv(pool, layer, 0, *where, dtype)
-        x = common.logits(
-            common.dot(q, keys.T),
-            scale=s.scale,
-            soft_cap=s.soft_cap,
-            key_scales=key_scales,
-            slopes=slopes,
-            distance=None if slopes is None else at[None] - positions[:, None],
-            seen=seen,
-        )
-        return common.absorb(state, x, common.load_kv(pool, layer, 1, *where, dtype), value_scales)
+        distance = None if slopes is None else at[None] - positions[:, None]
+        scores = {"scale": s.scale, "soft_cap": s.soft_cap, "slopes": slopes, "seen": seen}
+        return common.take_in(state, ref, q, blocks, head, at % s.block, held, distance=distance, **scores)
 
     full, lead, trail = _loops(s, tile.position, last)
     state = common.Softmax.start(s.queries, next_power_of_2(s.dim))

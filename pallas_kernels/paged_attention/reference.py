@@ -15,7 +15,7 @@ from jax import lax
 from pallas_kernels.platform import CPU, Target
 
 # Query tokens of one sequence that share each gather of its blocks. Large tiles make the better products, small ones
-# waste less: each size takes what fills it, and a rest of more than half of it. Every further size makes a start longer.
+# waste less: each size takes what fills it, and a rest of more than half of it. Each further size makes a start longer.
 TILES = (256, 64)
 TILE_BLOCKS = 16  # KV blocks a tile takes in at once
 WHOLE_CHUNK = 2  # times as many where nothing is masked
