@@ -12,7 +12,7 @@ from lmjax import __version__
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.flags import (
     COMPILE,
-    DEVICES,
+    DEVICE,
     PLAN,
     SAMPLING,
     SERVER,
@@ -27,7 +27,6 @@ from lmjax.types import EngineDeadError
 
 if TYPE_CHECKING:
     from lmjax.engine.async_engine import AsyncEngine
-    from lmjax.planning import Target
     from server.settings import ServerSettings
 
 _SETTINGS_NAMES = {
@@ -80,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     compile = commands.add_parser("compile", help="writes a bundle of executables that serve can start from")
     add_options(compile, "compile", COMPILE)
     for command in (plan, compile):
-        add_options(command, "devices", DEVICES)
+        add_options(command, "device", DEVICE)
     for command in (serve, generate, plan, compile):
         command.add_argument("--config", metavar="FILE", help="JSON or TOML with settings, named as the flags")
     for command in (serve, generate):
@@ -156,28 +155,26 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from lmjax.planning import plan
 
-    given = settings_of(arguments, (*_sizing_options(), *DEVICES, *PLAN))
+    given = settings_of(arguments, (*_sizing_options(), *DEVICE, *PLAN))
     length, as_json = given.pop("length", None), given.pop("json", False)
-    target = _target(given)
-    return plan(EngineConfig(**given).validate(), target, length, as_json)
+    device = _device(given)
+    return plan(EngineConfig(**given).validate(), device, length, as_json)
 
 
 def _compile(arguments: argparse.Namespace) -> int:
     from lmjax.planning import compile
 
-    given = settings_of(arguments, (*_sizing_options("bundle"), *DEVICES, *COMPILE))
+    given = settings_of(arguments, (*_sizing_options("bundle"), *DEVICE, *COMPILE))
     autotune_results = given.pop("autotune_results", None)
-    target = _target(given)
-    return compile(EngineConfig(**given).validate(), target, autotune_results)
+    device = _device(given)
+    return compile(EngineConfig(**given).validate(), device, autotune_results)
 
 
-def _target(given: dict[str, Any]) -> Target:
-    """Takes the options of ``DEVICES`` out of ``given``."""
-    from lmjax.planning import Target
-
+def _device(given: dict[str, Any]) -> str:
+    """Takes ``--device`` out of ``given``."""
     if "device" not in given:
         raise ConfigError("--device: is missing; for which card?")
-    return Target(**{option.name: given.pop(option.name) for option in DEVICES if option.name in given})
+    return given.pop("device")
 
 
 _COMMANDS = {"serve": _serve, "generate": _generate, "plan": _plan, "compile": _compile}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.parallel.placement import Placement, make_mesh
-from lmjax.parallel.split import SplitError, degrees, share
+from lmjax.parallel.split import degrees, share
 from lmjax.runtime.buckets import FULL, Buckets, ForwardKey, SampleKey
 from lmjax.runtime.cards import DEVICES_PER_HOST, Card, topology
 from lmjax.runtime.compiler import Program, compile_all
@@ -106,10 +106,7 @@ class Deployment:
         """For the devices of a topology. Raises ``ConfigError``."""
         placement = Placement(make_mesh(topology(self.card, self.devices)), self.expert_parallel)
         env = placement.env(self.card.target(), self.config.attention_backend)  # type: ignore[arg-type]
-        try:
-            return resolve(self.config, self.source, "gpu", env, placement)
-        except SplitError as error:
-            raise ConfigError(f"--tensor-parallel-size: {error}") from error
+        return resolve(self.config, self.source, "gpu", env, placement)
 
 
 def make_plan(deployment: Deployment, length: int | None, tell: Tell) -> Plan:
@@ -181,18 +178,11 @@ def _one_block(resolved: Resolved) -> tuple[int, ...]:
     return tuple(2 for _ in resolved.kv_specs)
 
 
-def device_kv_specs(resolved: Resolved) -> Any:
-    """The KV groups as one device holds them."""
-    if resolved.placement is None:
-        return resolved.kv_specs
-    return decoder.kv_specs(resolved.placement.share(resolved.spec), resolved.kv_specs[0].dtype)
-
-
 def _size_pool(resolved: Resolved, room: int) -> KVPlan | str:
     """The pool, or why there is none."""
     try:
         return plan_kv(
-            device_kv_specs(resolved),
+            resolved.device_kv_specs,
             resolved.config,
             model_max_len=resolved.spec.max_len,
             max_num_seqs=resolved.num_seqs,

@@ -11,10 +11,10 @@ import jax
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.models.registry import dtype_from_hf, spec_from_hf
-from lmjax.models.spec import DecoderSpec
+from lmjax.models.spec import DecoderSpec, MoeSpec
 from lmjax.nn.env import ALONE, Env
 from lmjax.parallel.placement import Placement
-from lmjax.parallel.split import spread
+from lmjax.parallel.split import SplitError, spread
 from lmjax.runtime.buckets import Buckets, ForwardKey
 from lmjax.runtime.compiler import Program, compile_all
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
@@ -43,8 +43,19 @@ class Resolved:
     placement: Placement | None = None
 
     @property
+    def devices(self) -> list[jax.Device]:
+        return list(self.placement.mesh.devices.flat) if self.placement else jax.devices()[:1]
+
+    @property
     def num_devices(self) -> int:
         return self.placement.size if self.placement else 1
+
+    @property
+    def device_kv_specs(self) -> tuple[KVSpec, ...]:
+        """The KV groups as one device holds them."""
+        if self.placement is None:
+            return self.kv_specs
+        return decoder.kv_specs(self.placement.share(self.spec), self.kv_specs[0].dtype)
 
     def shapes(self, num_blocks: tuple[int, ...], max_model_len: int) -> Shapes:
         """For a pool of ``num_blocks`` and the context length that it was sized for."""
@@ -79,11 +90,16 @@ def resolve(
 ) -> Resolved:
     """platform: "cpu" or "gpu". env: what the programs are traced for; placement: None for the default device.
 
-    Raises ``ConfigError`` for settings that don't fit the model, ``SplitError`` where it can't be spread so.
+    Raises ``ConfigError`` for settings that don't fit the model.
     """
     spec = make_spec(source, config.max_model_len)
+    if config.enable_expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
+        raise ConfigError(f"--enable-expert-parallel: a {spec.model_type} model has no experts")
     if placement:
-        spec = spread(spec, placement.size, placement.expert_parallel)
+        try:
+            spec = spread(spec, placement.size, placement.expert_parallel)
+        except SplitError as error:
+            raise ConfigError(f"--tensor-parallel-size: {error}") from error
     dtype = _dtype(config, source, platform)
     return Resolved(
         config=config,
@@ -129,11 +145,6 @@ def _token_budget(config: EngineConfig, spec: DecoderSpec, platform: str) -> int
             f"({spec.max_len}) where chunked prefill is switched off"
         )
     return config.max_num_batched_tokens or spec.max_len
-
-
-def num_bytes(tree: Any) -> int:
-    """Of all arrays of a tree, real or abstract."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @dataclass(frozen=True, slots=True)
