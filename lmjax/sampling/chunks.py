@@ -17,12 +17,12 @@ CHUNK = 128  # of the inverse CDF, the argmax and all sums
 TOP_CHUNK = 16  # of the two-stage top-k: about sqrt(V / k) touches the fewest values
 
 
-def to_chunks(x: jax.Array, size: int, fill: float = -jnp.inf) -> jax.Array:
-    """[V, S] -> [C, size, S], filled up with ``fill``."""
+def to_chunks(x: jax.Array, size: int) -> jax.Array:
+    """[V, S] -> [C, size, S], filled up with -inf."""
     vocab, num_rows = x.shape
     padding = -vocab % size
     if padding:
-        x = jnp.pad(x, ((0, padding), (0, 0)), constant_values=fill)
+        x = jnp.pad(x, ((0, padding), (0, 0)), constant_values=-jnp.inf)
     return x.reshape(-1, size, num_rows)
 
 
@@ -39,8 +39,8 @@ def gather_sums(sums: jax.Array, share: Share) -> jax.Array:
 
 
 def total(weights: jax.Array, share: Share = WHOLE) -> jax.Array:
-    """[V, S] -> [S], in two levels: the same additions in the same order on any number of devices."""
-    sums = to_chunks(weights, CHUNK, 0.0).sum(axis=1)
+    """[C, CHUNK, S] -> [S], in two levels: the same additions on any number of devices."""
+    sums = weights.sum(axis=1)
     if share.axis is None:
         sums = lax.optimization_barrier(sums)  # XLA would make one sum of the two, in another order
     return gather_sums(sums, share).sum(axis=0)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lmjax.sampling.chunks import top_values, total
+from lmjax.sampling.chunks import CHUNK, to_chunks, top_values, total
 from lmjax.sampling.rows import Rows
 from lmjax.sampling.share import WHOLE, Share
 
@@ -80,7 +80,8 @@ def _top_p(
 ) -> jax.Array:
     """The last logit of the smallest set of the tokens >= ``kept`` [S] that has the mass top_p; -inf where off."""
     used = _uses_top_p(rows)
-    weights = weights_of(scores, best[None, :], rows.inv_temperature[None, :], kept[None, :])
+    chunked = to_chunks(scores, CHUNK)
+    weights = weights_of(chunked, best[None, None, :], rows.inv_temperature[None, None, :], kept[None, None, :])
     mass = rows.top_p * total(weights, share)
     inside = weights_of(candidates, best[:, None], rows.inv_temperature[:, None], kept[:, None])
     reached = jnp.cumsum(inside, axis=1) >= mass[:, None]
@@ -93,7 +94,7 @@ def _top_p(
 
     def bisect() -> jax.Array:
         def enough(threshold: jax.Array) -> jax.Array:
-            return total(jnp.where(scores >= threshold[None, :], weights, jnp.float32(0)), share) >= mass
+            return total(jnp.where(chunked >= threshold[None, None, :], weights, jnp.float32(0)), share) >= mass
 
         return jnp.where(beyond, _largest(enough, best), exact)
 

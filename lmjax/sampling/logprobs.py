@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lmjax.sampling.chunks import top_values, total
+from lmjax.sampling.chunks import CHUNK, to_chunks, top_values, total
 from lmjax.sampling.share import WHOLE, Share
 
 
@@ -29,7 +29,8 @@ def target_logprobs(logits: jax.Array, targets: jax.Array, k: int, share: Share 
     vocab = share.size(here)
     best = share.max(logits.max(axis=0))
     # The where changes nothing but lets XLA:CPU vectorise the sum over a single column (see filters.weights_of).
-    weights = jnp.where(logits > -jnp.inf, jnp.exp(logits - best[None, :]), jnp.float32(0))
+    chunked = to_chunks(logits, CHUNK)
+    weights = jnp.where(chunked > -jnp.inf, jnp.exp(chunked - best[None, None, :]), jnp.float32(0))
     log_total = best + jnp.log(total(weights, share))
     row = jnp.arange(num_rows, dtype=jnp.int32)
     targets = jnp.clip(targets, 0, vocab - 1)
