@@ -18,7 +18,7 @@ from lmjax.runtime.forward import PROMPT_LOGPROB_ROWS, _prompt_logprobs
 from lmjax.runtime.programs import Shapes, sample_program
 from lmjax.sampling.logprobs import Logprobs
 from lmjax.sampling.params import NUM_PARAMS, encode_params, encode_state, state_row_size
-from lmjax.sampling.sampler import SampleOut, sample
+from lmjax.sampling.sampler import sample
 from lmjax.sampling.share import WHOLE, Share
 from pallas_kernels.platform import CPU
 from tests.parallel.sharded_forward import COMMON, LLAMA
@@ -68,7 +68,7 @@ def load_of(rng, vocab, slot, level):
 
 
 def logits_of(rng, vocab, rows):
-    """Columns of several kinds: plain, flat, ties within and across shards, few finite ones, one value, all -inf."""
+    """Columns of several kinds: plain, flat, ties within and across shards, few finite, one value, all -inf, NaN."""
     x = rng.normal(0, 3, (vocab, rows)).astype(np.float32)
     for column in range(rows):
         match rng.integers(8):
@@ -82,6 +82,8 @@ def logits_of(rng, vocab, rows):
                 x[:, column] += 300
             case 4 if rng.random() < 0.3:
                 x[:, column] = rng.choice([1.5, -np.inf])
+            case 5 if rng.random() < 0.2:
+                x[rng.integers(vocab), column] = np.nan
     return x
 
 
@@ -109,7 +111,7 @@ def together(function, tp, num_whole, out_specs=REPLICATED):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
-def same(found, wanted):
+def same(found, wanted, rows=slice(None)):
     """Ids and ranks equal, log-probabilities up to 1e-6 or two units in the last place; the worst error of those."""
     worst = 0.0
     for name, want in wanted._asdict().items():
@@ -117,14 +119,11 @@ def same(found, wanted):
         assert (got is None) == (want is None)
         if want is None:
             continue
-        got, want = np.asarray(got), np.asarray(want)
+        got, want = np.asarray(got)[rows], np.asarray(want)[rows]
         if want.dtype == np.float32:
-            np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-            with np.errstate(invalid="ignore"):
-                error = np.where(got == want, 0, np.abs(got - want))
-            with np.errstate(invalid="ignore"):
-                assert not (error > np.maximum(1e-6, 2 * np.spacing(np.abs(want)))).any(), (name, np.nanmax(error))
-            worst = max(worst, float(np.nanmax(error, initial=0)))
+            np.testing.assert_allclose(got, want, rtol=2.4e-7, atol=1e-6, err_msg=name)
+            finite = np.isfinite(want)
+            worst = max(worst, float(np.abs(got[finite] - want[finite]).max(initial=0)))
         else:
             np.testing.assert_array_equal(got, want, err_msg=name)
     return worst
@@ -139,10 +138,13 @@ def check_samples(vocab, rows, level, max_logprobs, degrees, repeats):
     worst = 0.0
     for _ in range(repeats):
         logits, rest = logits_of(rng, vocab, rows), arguments(rng, vocab, rows, level)
-        wanted = SampleOut(*(None if x is None else np.asarray(x) for x in alone(logits, *rest)))
-        assert (wanted.token_ids >= 0).all() and (wanted.token_ids < vocab).all()
+        wanted = alone(logits, *rest)
+        clean = ~np.isnan(logits).any(axis=0)  # of NaN only some valid id and the peace of neighbours is promised
         for tp in degrees:
-            worst = max(worst, same(shared[tp](spread_logits(logits, tp), *rest), wanted))
+            found = shared[tp](spread_logits(logits, tp), *rest)
+            token_ids = np.asarray(found.token_ids)
+            assert (token_ids >= 0).all() and (token_ids < vocab).all()
+            worst = max(worst, same(found, wanted, clean))
     return worst
 
 
@@ -166,7 +168,8 @@ def check_prompt_logprobs(vocab, tp, k):
 
     wanted = jax.jit(partial(prompt_rows, k=k, share=WHOLE))(logits, targets, span)
     shared = together(partial(prompt_rows, k=k, share=Share(TP, vocab)), tp, 2)
-    return same(unpacked(shared(spread_logits(logits, tp), targets, span)), unpacked(wanted))
+    clean = ~np.isnan(logits).any(axis=0)
+    return same(unpacked(shared(spread_logits(logits, tp), targets, span)), unpacked(wanted), clean)
 
 
 def program_text(tp, vocab, rows, level):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -43,13 +42,14 @@ def test_equals_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 5, 64])
-@pytest.mark.parametrize("vocab", [100, 1000, 32003, 49152])
+@pytest.mark.parametrize(
+    ("vocab", "rows"), [(100, 5), (1000, 1), (1000, 64), (32003, 5), (32003, 64), (49152, 1), (49152, 64)]
+)
 def test_equals_one_device_everywhere(vocab, rows):
-    kinds = itertools.product(range(4), (0, 20))
-    cases = [f"sample:{vocab}:{rows}:{level}:{top}:{max(200 // rows, 8)}:2+3+4+8" for level, top in kinds]
-    cases += [f"prompt:{vocab}:{tp}:{k}" for tp in (2, 3, 4, 8) for k in (0, 5, 200)]
-    assert len(run_apart(cases, 3000).splitlines()) == len(cases)
+    kinds = ((0, 20), (1, 0), (2, 0), (3, 20))
+    cases = [f"sample:{vocab}:{rows}:{level}:{top}:{max(120 // rows, 6)}:2+3+4+8" for level, top in kinds]
+    cases += [f"prompt:{vocab}:{tp}:{k}" for tp, k in ((2, 0), (3, 5), (4, 20), (8, 200))]
+    assert len(run_apart(cases, 1200).splitlines()) == len(cases)
 
 
 SHAPE = re.compile(r"\b[a-z]+\d+\[([\d,]*)\]")
