@@ -13,6 +13,7 @@ from lmjax.config import ConfigError, EngineConfig
 from lmjax.flags import (
     COMPILE,
     DEVICE,
+    ENGINES,
     PLAN,
     SAMPLING,
     SERVER,
@@ -26,7 +27,7 @@ from lmjax.flags import (
 from lmjax.types import EngineDeadError
 
 if TYPE_CHECKING:
-    from lmjax.engine.async_engine import AsyncEngine
+    from lmjax.protocol import EngineClient
     from server.settings import ServerSettings
 
 _SETTINGS_NAMES = {
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     options = engine_options()
 
     serve = commands.add_parser("serve", help="the OpenAI-compatible server")
-    add_options(serve, "server", SERVER)
+    add_options(serve, "server", (*SERVER, *ENGINES))
     generate = commands.add_parser("generate", help="answers in the terminal, or of a file of prompts")
     generate.add_argument("prompt", nargs="?", help="the prompt (without one: a conversation, or standard input)")
     generate.add_argument(
@@ -98,13 +99,16 @@ def _sizing_options(*more: str) -> tuple[Option, ...]:
 
 def _serve(arguments: argparse.Namespace) -> int:
     options = engine_options()
-    given = settings_of(arguments, (*options, *SERVER))
+    given = settings_of(arguments, (*options, *SERVER, *ENGINES))
     engine_names = {option.name for option in options}
     config = EngineConfig(**{k: v for k, v in given.items() if k in engine_names}).validate()
+    replicas = given.pop("data_parallel_size", 1)
+    if replicas < 1:
+        raise ConfigError(f"--data-parallel-size: got {replicas}, must be at least 1")
     settings = _server_settings({k: v for k, v in given.items() if k not in engine_names}, config)
     from server.app import run_server
 
-    return run_server(lambda: _start_engine(config), settings)
+    return run_server(lambda: _start_engine(config, replicas), settings)
 
 
 def _server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettings:
@@ -118,7 +122,11 @@ def _server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSetti
     return ServerSettings(scheduling_policy=config.scheduling_policy, **values).validate()
 
 
-async def _start_engine(config: EngineConfig) -> AsyncEngine:
+async def _start_engine(config: EngineConfig, replicas: int) -> EngineClient:
+    if replicas > 1:
+        from lmjax.engine.replicas import Replicas
+
+        return await Replicas.start(config, replicas)
     from lmjax.engine.async_engine import AsyncEngine
 
     return await AsyncEngine.start(config)
@@ -173,7 +181,7 @@ def _compile(arguments: argparse.Namespace) -> int:
 def _device(given: dict[str, Any]) -> str:
     """Takes ``--device`` out of ``given``."""
     if "device" not in given:
-        raise ConfigError("--device: is missing; for which card?")
+        raise ConfigError(f"--device: is missing; it is {next(option.help for option in DEVICE)}")
     return given.pop("device")
 
 

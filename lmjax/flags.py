@@ -65,6 +65,8 @@ SERVER = (
     Option("log_level", str, "how much is logged", "info", ("debug", "info", "warning", "error")),
 )
 
+ENGINES = (Option("data_parallel_size", int, "number of engines behind this server, each with its own devices", 1),)
+
 # plan and compile: the card, and what of the engine's settings sizes its programs
 DEVICE = (
     Option("device", str, "the card: a100-40, a100-80, h100, h200, b200, l4 or rtx6000pro; compile: or cpu, this one"),

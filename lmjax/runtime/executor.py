@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.core.plan import ExecutorInfo
-from lmjax.models import decoder
 from lmjax.nn.env import Env
 from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
@@ -31,11 +30,10 @@ from lmjax.runtime.memory import (
 )
 from lmjax.runtime.plan_costs import weights_of
 from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache
-from lmjax.runtime.programs import Shapes, all_programs
+from lmjax.runtime.programs import all_programs
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve
 from lmjax.weights.loader import Spread, load_params
 from lmjax.weights.source import ModelSource, resolve_model
-from pallas_kernels.paged_attention import choose as choose_attention
 from pallas_kernels.platform import Target, device_target
 
 log = logging.getLogger(__name__)
@@ -68,7 +66,6 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
     plan, bundle = plan_memory(resolved, bundle, tell)
     shapes = resolved.shapes(plan.num_blocks, plan.max_model_len)
     buckets = resolved.buckets(plan.max_model_len)
-    _check_kernels(shapes)
     programs = _make_programs(all_programs(shapes, buckets), bundle, resolved.devices, tell)
     tell("allocating the KV pool")
     return JaxExecutor(
@@ -154,10 +151,12 @@ def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tu
     plan = size()
     if bundle and plan.num_blocks != bundle.pool.num_blocks:
         wanted, room = pool_bytes(kv_specs, bundle.pool.num_blocks, config.block_size), plan.num_bytes
-        if wanted <= budget and not pool_is_set(config):
+        try:
+            if wanted > budget or pool_is_set(config):
+                raise ConfigError(f"its KV pool takes {gib(wanted)}, the settings and free memory give {gib(room)}")
             plan = size(bundle.pool.num_blocks)
-        else:
-            tell(not_used(bundle, f"its KV pool takes {gib(wanted)}, the settings and free memory give {gib(room)}"))
+        except ConfigError as error:
+            tell(not_used(bundle, str(error)))
             bundle = None
     log.info(
         "KV pool: %d tokens in blocks of %d (%s%s); %.1f requests of the full %d tokens fit at once",
@@ -169,20 +168,6 @@ def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tu
         plan.max_model_len,
     )
     return plan, bundle
-
-
-def _check_kernels(shapes: Shapes) -> None:
-    """Before anything is compiled: a case that no kernel serves is told as one line."""
-    spec, place = shapes.spec, shapes.placement
-    if place:  # kernels see one device's share
-        spec = place.share(spec)
-    for kv, blocks in zip(decoder.kv_specs(spec, shapes.kv_specs[0].dtype), shapes.num_blocks, strict=True):
-        pool = jax.ShapeDtypeStruct(decoder.pool_shape(kv, blocks, shapes.block_size), jnp.dtype(kv.dtype))
-        q = jax.ShapeDtypeStruct((1, spec.layers[0].attention.heads, pool.shape[-1]), jnp.dtype(shapes.dtype))
-        try:
-            choose_attention(q, pool, target=shapes.env.target, backend=shapes.env.attention)
-        except NotImplementedError as error:
-            raise ConfigError(f"--attention-backend: got {shapes.env.attention}: {error}") from error
 
 
 def _make_programs(

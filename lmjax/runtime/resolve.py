@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
@@ -21,6 +22,7 @@ from lmjax.runtime.programs import Shapes, forward_program, sample_program
 from lmjax.runtime.state import COPY_BATCH
 from lmjax.types import KVSpec
 from lmjax.weights.source import ModelSource, resolve_model
+from pallas_kernels.paged_attention import choose as choose_attention
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def resolve(
         except SplitError as error:
             raise ConfigError(f"--tensor-parallel-size: {error}") from error
     dtype = _dtype(config, source, platform)
-    return Resolved(
+    resolved = Resolved(
         config=config,
         source=source,
         platform=platform,
@@ -113,6 +115,23 @@ def resolve(
         env=env,
         placement=placement,
     )
+    _check_kernels(resolved)
+    return resolved
+
+
+def _check_kernels(resolved: Resolved) -> None:
+    """Before anything is loaded or compiled: a case that no kernel serves is told as one line."""
+    spec, env = resolved.spec, resolved.env
+    if resolved.placement:  # kernels see one device's share
+        spec = resolved.placement.share(spec)
+    for kv in resolved.device_kv_specs:
+        pool = jax.ShapeDtypeStruct(decoder.pool_shape(kv, 2, resolved.config.block_size), jnp.dtype(kv.dtype))
+        heads = spec.layers[kv.layers[0]].attention.heads
+        q = jax.ShapeDtypeStruct((1, heads, kv.k_dim), jnp.dtype(resolved.dtype))
+        try:
+            choose_attention(q, pool, target=env.target, backend=env.attention)
+        except NotImplementedError as error:
+            raise ConfigError(f"--attention-backend: got {env.attention}: {error}") from error
 
 
 def model_source(config: EngineConfig) -> ModelSource:
@@ -125,6 +144,9 @@ def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
     try:
         return spec_from_hf(source.config, max_model_len)
     except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        if name == "max_model_len":
+            raise ConfigError(f"--max-model-len:{rest}") from error
         raise ConfigError(f"--model: {source.path}: {error}") from error
 
 
