@@ -12,7 +12,8 @@ from lmjax import __version__
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.flags import (
     COMPILE,
-    DEVICES,
+    DEVICE,
+    ENGINES,
     PLAN,
     SAMPLING,
     SERVER,
@@ -26,8 +27,7 @@ from lmjax.flags import (
 from lmjax.types import EngineDeadError
 
 if TYPE_CHECKING:
-    from lmjax.engine.async_engine import AsyncEngine
-    from lmjax.planning import Target
+    from lmjax.protocol import EngineClient
     from server.settings import ServerSettings
 
 _SETTINGS_NAMES = {
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     options = engine_options()
 
     serve = commands.add_parser("serve", help="the OpenAI-compatible server")
-    add_options(serve, "server", SERVER)
+    add_options(serve, "server", (*SERVER, *ENGINES))
     generate = commands.add_parser("generate", help="answers in the terminal, or of a file of prompts")
     generate.add_argument("prompt", nargs="?", help="the prompt (without one: a conversation, or standard input)")
     generate.add_argument(
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     compile = commands.add_parser("compile", help="writes a bundle of executables that serve can start from")
     add_options(compile, "compile", COMPILE)
     for command in (plan, compile):
-        add_options(command, "devices", DEVICES)
+        add_options(command, "device", DEVICE)
     for command in (serve, generate, plan, compile):
         command.add_argument("--config", metavar="FILE", help="JSON or TOML with settings, named as the flags")
     for command in (serve, generate):
@@ -99,13 +99,16 @@ def _sizing_options(*more: str) -> tuple[Option, ...]:
 
 def _serve(arguments: argparse.Namespace) -> int:
     options = engine_options()
-    given = settings_of(arguments, (*options, *SERVER))
+    given = settings_of(arguments, (*options, *SERVER, *ENGINES))
     engine_names = {option.name for option in options}
     config = EngineConfig(**{k: v for k, v in given.items() if k in engine_names}).validate()
+    replicas = given.pop("data_parallel_size", 1)
+    if replicas < 1:
+        raise ConfigError(f"--data-parallel-size: got {replicas}, must be at least 1")
     settings = _server_settings({k: v for k, v in given.items() if k not in engine_names}, config)
     from server.app import run_server
 
-    return run_server(lambda: _start_engine(config), settings)
+    return run_server(lambda: _start_engine(config, replicas), settings)
 
 
 def _server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettings:
@@ -119,7 +122,11 @@ def _server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSetti
     return ServerSettings(scheduling_policy=config.scheduling_policy, **values).validate()
 
 
-async def _start_engine(config: EngineConfig) -> AsyncEngine:
+async def _start_engine(config: EngineConfig, replicas: int) -> EngineClient:
+    if replicas > 1:
+        from lmjax.engine.replicas import Replicas
+
+        return await Replicas.start(config, replicas)
     from lmjax.engine.async_engine import AsyncEngine
 
     return await AsyncEngine.start(config)
@@ -156,28 +163,26 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from lmjax.planning import plan
 
-    given = settings_of(arguments, (*_sizing_options(), *DEVICES, *PLAN))
+    given = settings_of(arguments, (*_sizing_options(), *DEVICE, *PLAN))
     length, as_json = given.pop("length", None), given.pop("json", False)
-    target = _target(given)
-    return plan(EngineConfig(**given).validate(), target, length, as_json)
+    device = _device(given)
+    return plan(EngineConfig(**given).validate(), device, length, as_json)
 
 
 def _compile(arguments: argparse.Namespace) -> int:
     from lmjax.planning import compile
 
-    given = settings_of(arguments, (*_sizing_options("bundle"), *DEVICES, *COMPILE))
+    given = settings_of(arguments, (*_sizing_options("bundle"), *DEVICE, *COMPILE))
     autotune_results = given.pop("autotune_results", None)
-    target = _target(given)
-    return compile(EngineConfig(**given).validate(), target, autotune_results)
+    device = _device(given)
+    return compile(EngineConfig(**given).validate(), device, autotune_results)
 
 
-def _target(given: dict[str, Any]) -> Target:
-    """Takes the options of ``DEVICES`` out of ``given``."""
-    from lmjax.planning import Target
-
+def _device(given: dict[str, Any]) -> str:
+    """Takes ``--device`` out of ``given``."""
     if "device" not in given:
-        raise ConfigError("--device: is missing; for which card?")
-    return Target(**{option.name: given.pop(option.name) for option in DEVICES if option.name in given})
+        raise ConfigError(f"--device: is missing; it is {next(option.help for option in DEVICE)}")
+    return given.pop("device")
 
 
 _COMMANDS = {"serve": _serve, "generate": _generate, "plan": _plan, "compile": _compile}

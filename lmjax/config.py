@@ -59,6 +59,9 @@ class EngineConfig:
     async_scheduling: bool = _opt(True, "plan the next step while the device runs the current one")
     max_num_queued_reqs: int | None = _opt(None, "most waiting requests; more get 429")
     max_num_queued_tokens: int | None = _opt(None, "most prompt tokens waiting; more get 429")
+    # devices
+    tensor_parallel_size: int = _opt(1, "number of devices that the model is spread over")
+    enable_expert_parallel: bool = _opt(False, "spread whole experts over the devices, not a share of each")
     # programs
     compilation_cache_dir: str | None = _opt(None, "persistent compile cache (default: under LMJAX_CACHE or ~/.cache)")
     attention_backend: str = _opt(
@@ -83,7 +86,7 @@ class EngineConfig:
                 raise ConfigError(f"{flag(f.name)}: got {value!r}, must be one of {', '.join(choices)}")
         positive = (
             "block_size max_model_len kv_cache_memory_bytes num_gpu_blocks_override max_num_seqs "
-            "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens"
+            "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens tensor_parallel_size"
         )
         for name in positive.split():
             value = getattr(self, name)

@@ -65,11 +65,11 @@ SERVER = (
     Option("log_level", str, "how much is logged", "info", ("debug", "info", "warning", "error")),
 )
 
-# plan and compile: the devices, and what of the engine's settings sizes its programs
-DEVICES = (
+ENGINES = (Option("data_parallel_size", int, "number of engines behind this server, each with its own devices", 1),)
+
+# plan and compile: the card, and what of the engine's settings sizes its programs
+DEVICE = (
     Option("device", str, "the card: a100-40, a100-80, h100, h200, b200, l4 or rtx6000pro; compile: or cpu, this one"),
-    Option("tensor_parallel_size", int, "number of cards that the model is spread over", 1),
-    Option("enable_expert_parallel", bool, "spread whole experts over the cards, not a share of each", False),
 )
 PLAN = (
     Option("length", int, "tokens of a request, for concurrency and decode steps (default: the context length)"),
@@ -79,7 +79,8 @@ COMPILE = (Option("autotune_results", str, "file that such a card has dumped (XL
 SIZING = (
     *("model", "revision", "download_dir", "hf_overrides", "dtype", "kv_cache_dtype", "max_model_len", "block_size"),
     *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_logprobs"),
-    *("max_num_batched_tokens", "enable_chunked_prefill", "attention_backend"),
+    *("max_num_batched_tokens", "enable_chunked_prefill", "attention_backend", "tensor_parallel_size"),
+    "enable_expert_parallel",
 )
 
 SAMPLING = (

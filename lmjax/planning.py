@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmjax.config import ConfigError, EngineConfig
@@ -16,16 +15,7 @@ if TYPE_CHECKING:
 CPU = "cpu"  # of compile: this machine's
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """``device``: a card's name, or for ``compile`` ``cpu``."""
-
-    device: str
-    tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-
-
-def plan(config: EngineConfig, target: Target, length: int | None, as_json: bool) -> int:
+def plan(config: EngineConfig, device: str, length: int | None, as_json: bool) -> int:
     """Prints the plan. Exit code: 0 it fits, 1 it does not."""
     _use_cpu()
     from lmjax.runtime.plan import make_plan
@@ -35,24 +25,24 @@ def plan(config: EngineConfig, target: Target, length: int | None, as_json: bool
     if length is not None and length < 1:
         raise ConfigError(f"--length: got {length}, must be at least 1")
     configure_jax(config)
-    found = make_plan(_deployment(config, target), length, _tell)
+    found = make_plan(_deployment(config, device), length, _tell)
     sys.stdout.write(json.dumps(to_json(found), indent=1) + "\n" if as_json else to_text(found))
     return 0 if found.refusal is None else 1
 
 
-def compile(config: EngineConfig, target: Target, autotune_results: str | None) -> int:
+def compile(config: EngineConfig, device: str, autotune_results: str | None) -> int:
     """Writes the bundle of ``--bundle``."""
     if config.bundle is None:
         raise ConfigError("--bundle: is missing; where shall the executables go?")
     _use_cpu()
     from lmjax.runtime.compile_bundle import compile_for_card, compile_for_cpu
 
-    if target.device == CPU:
-        if target.tensor_parallel_size > 1 or autotune_results is not None:
+    if device == CPU:
+        if config.tensor_parallel_size > 1 or autotune_results is not None:
             raise ConfigError("--device: cpu is one device, and is not tuned")
         written = compile_for_cpu(config, config.bundle, _tell)
     else:
-        written = compile_for_card(_deployment(config, target), config.bundle, _tell, autotune_results)
+        written = compile_for_card(_deployment(config, device), config.bundle, _tell, autotune_results)
     print(f"{written.path}: {written.compiled} programs compiled, {written.kept} kept from an earlier run")
     return 0
 
@@ -62,15 +52,13 @@ def _use_cpu() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-def _deployment(config: EngineConfig, target: Target) -> Deployment:
+def _deployment(config: EngineConfig, device: str) -> Deployment:
     from lmjax.runtime.cards import card
     from lmjax.runtime.plan import Deployment
     from lmjax.runtime.resolve import model_source
 
-    if target.tensor_parallel_size < 1:
-        raise ConfigError(f"--tensor-parallel-size: got {target.tensor_parallel_size}, must be at least 1")
-    found = card(target.device)
-    return Deployment(config, model_source(config), found, target.tensor_parallel_size, target.enable_expert_parallel)
+    found = card(device)
+    return Deployment(config, model_source(config), found, config.tensor_parallel_size, config.enable_expert_parallel)
 
 
 def _tell(message: str) -> None:

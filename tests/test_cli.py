@@ -300,7 +300,7 @@ class Server:
         )
         return urllib.request.urlopen(request, timeout=20)
 
-    def end(self, timeout=15):
+    def end(self, timeout=60):
         _, error = self.process.communicate(timeout=timeout)
         return self.process.returncode, error
 

@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, set[str], set[str]]] = [
         "lmjax/runtime",
         {"lmjax.runtime", "lmjax.weights", "lmjax.models", "lmjax.nn", "lmjax.sampling", "lmjax.types", "lmjax.config"}
         | {"lmjax.core.plan", "lmjax.parallel", "pallas_kernels"},
-        NUMERIC | {"tqdm"},
+        NUMERIC | {"tqdm", "msgspec"},
     ),
     ("lmjax/text", {"lmjax.text", "lmjax.types"}, {"transformers", "tokenizers", "jinja2", "numpy", "gguf"}),
     (

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class AsyncEngine:
 
     info: EngineInfo
     tokenizer: Any
+    front: Front | None = None
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -57,11 +58,14 @@ class AsyncEngine:
         on_dead: Callable[[str], None] | None = None,
         *,
         executor: str = DEFAULT_EXECUTOR,
+        front: Front | None = None,
+        environment: dict[str, str] | None = None,
     ) -> AsyncEngine:
         """Starts the process and waits until every program is compiled.
 
         ``progress(line)`` says what is being done. ``on_dead(reason)`` is called once if the engine dies later.
         ``executor``: "module:function" that builds the executor from the config, in the engine's process.
+        ``front``: that of another engine of the same model; ``environment``: variables for the process.
         Raises ``ConfigError`` when the settings or the model are at fault, else ``EngineDeadError``.
         """
         self = cls()
@@ -69,9 +73,9 @@ class AsyncEngine:
         self._policy = config.validate().scheduling_policy
         try:
             # first: a model that is not there costs no process, and a download or unpacking is done only once
-            front = await asyncio.to_thread(_load_front, config)
-            self.tokenizer = front.tokenizer
-            self._process = EngineProcess(config, executor, self._exited)
+            front = front if front is not None else await asyncio.to_thread(_load_front, config)
+            self.front, self.tokenizer = front, front.tokenizer
+            self._process = EngineProcess(config, executor, self._exited, environment)
             self._loop.add_reader(self._process.fileno(), self._read)
             self._read()
             self.info = front.complete(await self._started)
@@ -126,7 +130,7 @@ class AsyncEngine:
         """
         check_priority(priority, self._policy)
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
-        return self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
+        return self.stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
 
     async def close(self) -> None:
         """Aborts what runs and ends the process."""
@@ -134,9 +138,10 @@ class AsyncEngine:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    async def _stream(
+    async def stream(
         self, checked: Checked, request_id: str, priority: int, cache_salt: str | None
-    ) -> AsyncIterator[RequestUpdate]:
+    ) -> AsyncGenerator[RequestUpdate]:
+        """``generate`` of what was checked already."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         request = self._add(checked, request_id, priority, cache_salt)

@@ -56,7 +56,13 @@ def _socket(context: zmq.Context, kind: int, address: str, bind: bool) -> zmq.So
 class EngineProcess:
     """The parent's end. ``on_exit(code)`` is called from a thread when the child has ended, for whatever reason."""
 
-    def __init__(self, config: EngineConfig, executor: str, on_exit: Callable[[int], None]):
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: str,
+        on_exit: Callable[[int], None],
+        environment: dict[str, str] | None = None,
+    ):
         self._directory = _private_directory()
         base = f"ipc://{self._directory}"
         self._context = zmq.Context(1)
@@ -70,7 +76,7 @@ class EngineProcess:
             "directory": self._directory,
             "log_level": logging.getLogger("lmjax").getEffectiveLevel(),
         }
-        self._child = _spawn()
+        self._child = _spawn(environment or {})
         assert self._child.stdin is not None
         # a child that dies at once is reported by on_exit
         with contextlib.suppress(BrokenPipeError):
@@ -136,8 +142,8 @@ def _private_directory() -> str:
     return directory
 
 
-def _spawn() -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
+def _spawn(extra: dict[str, str]) -> subprocess.Popen[bytes]:
+    environment = os.environ | extra
     if Path(sysconfig.get_path("purelib")).resolve() != _ROOT:  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH")]))
     # -P: the working directory is no place to import from

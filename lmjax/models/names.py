@@ -32,10 +32,12 @@ class TensorPart:
         """Write the tensor into its part of the parameter. ValueError if the shape is not ``self.shape``."""
         if tensor.shape != self.shape:
             raise ValueError(f"{self.name}: has shape {list(tensor.shape)}, the config asks for {list(self.shape)}")
-        if self.interleaved_heads:
-            tensor = _swap_halves(tensor, self.interleaved_heads, (-1, 2))
         target = parameter[self.index]
-        parameter[self.index] = tensor.reshape(target.shape)
+        parameter[self.index] = self.in_order(tensor).reshape(target.shape)
+
+    def in_order(self, tensor: np.ndarray) -> np.ndarray:
+        """The tensor with its rows in the parameter's order."""
+        return _swap_halves(tensor, self.interleaved_heads, (-1, 2)) if self.interleaved_heads else tensor
 
     def extract(self, parameter: Any) -> Any:
         """The tensor of the checkpoint back from the parameter (numpy or jax): the inverse of ``fill``."""

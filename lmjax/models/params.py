@@ -151,17 +151,18 @@ def init_params(spec: DecoderSpec, dtype: str, seed: int = 0) -> DecoderParams:
 
     Each parameter draws from (seed, its name), so a tensor does not depend on the others.
     """
+    return map_named(lambda name, p: jnp.asarray(init_param(name, p, dtype, seed)), param_specs(spec))
+
+
+def init_param(name: str, p: ParamSpec, dtype: str, seed: int) -> np.ndarray:
+    """The dummy values of one parameter."""
     kind = jnp.dtype(dtype)
-
-    def make(name: str, p: ParamSpec) -> jax.Array:
-        if p.init != "normal":
-            return jnp.full(p.shape, 1 if p.init == "ones" else 0, kind)
-        rng = np.random.default_rng([seed, *name.encode()])
-        values = rng.standard_normal(p.shape, dtype=np.float32)
-        values *= np.float32(1 / math.sqrt(p.fan_in))
-        return jnp.asarray(values.astype(kind))
-
-    return map_named(make, param_specs(spec))
+    if p.init != "normal":
+        return np.full(p.shape, 1 if p.init == "ones" else 0, kind)
+    rng = np.random.default_rng([seed, *name.encode()])
+    values = rng.standard_normal(p.shape, dtype=np.float32)
+    values *= np.float32(1 / math.sqrt(p.fan_in))
+    return values.astype(kind)
 
 
 def map_named(function: Any, tree: Any) -> Any:

@@ -62,6 +62,8 @@ def rope_from_hf(config: HfConfig, head_dim: int, max_model_len: int | None) -> 
     if head_dim % 2:
         raise config.error("head_dim", head_dim, "even")
     theta = numbers.number("rope_theta", None) or config.number("rope_theta", 10000.0)
+    if theta <= 0:
+        raise config.error("rope_theta", theta, "above 0")
     trained = config.integer("max_position_embeddings")
     original = config.integer("original_max_position_embeddings", None)
     original = original or numbers.integer("original_max_position_embeddings", trained)

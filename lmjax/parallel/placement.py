@@ -62,6 +62,18 @@ class Placement:
             check_vma=False,
         )
 
+    def wrap_sample(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        """``runtime.sample``'s function for one device's rows of the logits -> the same for all of them."""
+        if self.size == 1:
+            return sample
+        return jax.shard_map(
+            sample,
+            mesh=self.mesh,
+            in_specs=(LOGITS, REPLICATED, REPLICATED, REPLICATED),
+            out_specs=(REPLICATED, REPLICATED),
+            check_vma=False,
+        )
+
 
 def make_mesh(devices: Sequence[Any]) -> Mesh:
     """A mesh over all ``devices`` (real ones, or of a topology), in their order."""

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 from lmjax.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
 
+# Tokens of a chunk of the sampler (sampling.chunks.CHUNK): shares of whole chunks give the sums that one device has.
+VOCAB_CHUNK = 128
+
 
 class SplitError(ValueError):
     """The model cannot be spread over so many devices; the message names what does not divide."""
@@ -15,8 +18,8 @@ def spread(spec: DecoderSpec, tp: int, expert_parallel: bool = False) -> Decoder
     """The model's spec with all that ``tp`` devices hold together.
 
     With fewer KV heads than devices each is held by tp / K of them, so the pool stores max(K, tp) heads. The
-    vocabulary's rows are padded to a multiple of tp. Raises ``SplitError`` for what does not divide, with the degrees
-    that would.
+    vocabulary's rows are padded so that each device has whole chunks of the sampler. Raises ``SplitError`` for what
+    does not divide, with the degrees that would.
     """
     if tp == 1:
         return spec
@@ -25,7 +28,8 @@ def spread(spec: DecoderSpec, tp: int, expert_parallel: bool = False) -> Decoder
     for layer in spec.layers:
         a = layer.attention
         layers.append(replace(layer, attention=replace(a, kv_heads=max(a.kv_heads, tp))))
-    return replace(spec, layers=tuple(layers), vocab_rows=-(-spec.vocab // tp) * tp)
+    multiple = tp * VOCAB_CHUNK
+    return replace(spec, layers=tuple(layers), vocab_rows=-(-spec.vocab // multiple) * multiple)
 
 
 def share(spec: DecoderSpec, tp: int, expert_parallel: bool = False) -> DecoderSpec:

@@ -8,15 +8,15 @@ a private directory, and is read only while it is one.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import stat
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import jax
+import msgspec
 
 from lmjax.runtime.compiler import Program
 from lmjax.runtime.identity import arguments_digest, digest, identity
@@ -34,14 +34,33 @@ class BundleError(Exception):
 class PoolFacts:
     """What sizing the pool came to. ``program_bytes``: see ``resolve.program_bytes``."""
 
-    num_blocks: tuple[int, ...]
-    max_model_len: int
-    program_bytes: int
+    num_blocks: tuple[Annotated[int, msgspec.Meta(ge=2)], ...]
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)]
+    program_bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Entry(TypedDict):
+    """A program. ``arguments``: a digest; ``result``: the tree of what it returns, leaves numbered."""
+
+    file: str
+    bytes: int
+    sha256: str
+    arguments: str
+    result: Any
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    format: int
+    identity: dict[str, str]
+    pool: PoolFacts
+    made_with: dict[str, str]
+    programs: dict[str, Entry]
 
 
 @dataclass
 class Bundle:
-    """``identity``: what must be equal (see there). ``programs``: {name: {file, sha256, arguments, result}}.
+    """``identity``: what must be equal (see there). ``programs``: by name.
 
     ``made_with``: what else the programs were made with; another run adds to the bundle only with the same.
     """
@@ -50,22 +69,15 @@ class Bundle:
     identity: dict[str, str]
     pool: PoolFacts
     made_with: dict[str, str] = field(default_factory=dict)
-    programs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    programs: dict[str, Entry] = field(default_factory=dict)
 
     @staticmethod
     def read(path: str | Path) -> Bundle:
         """Raises ``BundleError`` where there is none, or others may write to it."""
         folder = Path(path).expanduser()
         check_private(folder)
-        manifest = _read_manifest(folder / MANIFEST)
-        if manifest.get("format") != FORMAT:
-            raise BundleError(f"{folder}: format {manifest.get('format')!r}, this lmjax reads {FORMAT}")
-        try:
-            pool = PoolFacts(**manifest["pool"] | {"num_blocks": tuple(manifest["pool"]["num_blocks"])})
-            made_with = dict(manifest["made_with"])
-            return Bundle(folder, dict(manifest["identity"]), pool, made_with, dict(manifest["programs"]))
-        except (KeyError, TypeError) as error:
-            raise BundleError(f"{folder / MANIFEST}: not a bundle's manifest ({error!r})") from error
+        found = _read_manifest(folder / MANIFEST)
+        return Bundle(folder, found.identity, found.pool, found.made_with, found.programs)
 
     def difference(self, identity: dict[str, str]) -> str | None:
         """The first field that differs, with both values; None where all are equal."""
@@ -97,10 +109,13 @@ class Bundle:
         entry = self.programs.get(program.name)
         if entry is None or entry["arguments"] != arguments_digest(program):
             return False
-        path = self._file(entry)
-        return path.is_file() and path.stat().st_size == entry["bytes"]
+        try:
+            blob = _read_private(self._file(entry))
+        except (OSError, BundleError):
+            return False
+        return hashlib.sha256(blob).hexdigest() == entry["sha256"]
 
-    def _file(self, entry: dict[str, Any]) -> Path:
+    def _file(self, entry: Entry) -> Path:
         return self.path / Path(entry["file"]).name
 
     def add(self, program: Program, executable: Any) -> None:
@@ -121,18 +136,8 @@ class Bundle:
         self.write_manifest()
 
     def write_manifest(self) -> None:
-        manifest = {
-            "format": FORMAT,
-            "identity": self.identity,
-            "pool": {
-                "num_blocks": self.pool.num_blocks,
-                "max_model_len": self.pool.max_model_len,
-                "program_bytes": self.pool.program_bytes,
-            },
-            "made_with": self.made_with,
-            "programs": self.programs,
-        }
-        _write(self.path / MANIFEST, json.dumps(manifest, indent=1).encode())
+        manifest = _Manifest(FORMAT, self.identity, self.pool, self.made_with, self.programs)
+        _write(self.path / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def _difference(ours: dict[str, str], here: dict[str, str]) -> str | None:
@@ -151,23 +156,37 @@ def open_for_writing(
     directory that others may write to, or that holds something else.
     """
     folder = Path(path).expanduser()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise BundleError(f"{folder}: {error.strerror}") from error
     check_private(folder)
     reason = None
     if (folder / MANIFEST).exists():
-        old = Bundle.read(folder)
-        reason = old.difference(identity) or _difference(old.made_with, made_with)
-        if reason is None and old.pool != pool:
-            reason = f"the KV pool: {pool} here, {old.pool} there"
-        if reason is None:
+        old, reason = _earlier(folder, identity, pool, made_with)
+        if old is not None:
             return old, None
         for file in folder.glob("*.bin"):
             file.unlink()
-    elif any(folder.iterdir()):
+    elif any(file.suffix != ".tmp" for file in folder.iterdir()):  # drafts: a run was cut as it began
         raise BundleError(f"{folder} holds something else than a bundle")
     made = Bundle(folder, identity, pool, made_with)
     made.write_manifest()
     return made, reason
+
+
+def _earlier(
+    folder: Path, identity: dict[str, str], pool: PoolFacts, made_with: dict[str, str]
+) -> tuple[Bundle | None, str | None]:
+    """The bundle that is there if it is for the same, else why it is of no use."""
+    try:
+        old = Bundle.read(folder)
+    except BundleError as error:
+        return None, str(error)
+    reason = old.difference(identity) or _difference(old.made_with, made_with)
+    if reason is None and old.pool != pool:
+        reason = f"the KV pool: {pool} here, {old.pool} there"
+    return (old, None) if reason is None else (None, reason)
 
 
 def check_private(path: Path) -> None:
@@ -192,16 +211,16 @@ def _read_private(path: Path) -> bytes:
         return file.read()
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> _Manifest:
     try:
-        manifest = json.loads(_read_private(path))
+        content = msgspec.json.decode(_read_private(path))
+        if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
+            raise BundleError(f"{path}: format {content['format']!r}, this lmjax reads {FORMAT}")
+        return msgspec.convert(content, _Manifest)
     except OSError as error:
         raise BundleError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise BundleError(f"{path}: not JSON: {error}") from error
-    if not isinstance(manifest, dict):
-        raise BundleError(f"{path}: not a bundle's manifest")
-    return manifest
+    except msgspec.DecodeError as error:
+        raise BundleError(f"{path}: not a bundle's manifest: {error}") from error
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -209,6 +228,8 @@ def _write(path: Path, content: bytes) -> None:
     draft = path.with_suffix(".tmp")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(draft, path)
 
 
@@ -230,6 +251,9 @@ def usable_bundle(resolved: Resolved, devices: list[jax.Device], tell: Callable[
     facts = identity(resolved, devices)
     if difference := bundle.difference(facts):
         tell(not_used(bundle, difference))
+        return None
+    if len(bundle.pool.num_blocks) != len(resolved.kv_specs):
+        tell(not_used(bundle, f"{len(bundle.pool.num_blocks)} KV groups, the model has {len(resolved.kv_specs)}"))
         return None
     return bundle
 

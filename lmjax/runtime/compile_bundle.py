@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from lmjax.config import ConfigError, EngineConfig
+from lmjax.nn.env import Env
 from lmjax.runtime.bundle import Bundle, BundleError, PoolFacts, open_for_writing
 from lmjax.runtime.compiler import compile_all
 from lmjax.runtime.identity import identity
@@ -19,6 +20,7 @@ from lmjax.runtime.plan import Deployment, make_plan
 from lmjax.runtime.platform import configure_jax, no_compilation_cache
 from lmjax.runtime.programs import all_programs
 from lmjax.runtime.resolve import Resolved, model_source, resolve
+from pallas_kernels.platform import device_target
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,9 @@ class Written:
 def compile_for_cpu(config: EngineConfig, path: str | Path, tell: Callable[[str], None]) -> Written:
     """Writes the programs for this machine's CPU. Raises ``ConfigError``."""
     configure_jax(config)
-    resolved = resolve(config, model_source(config), "cpu")
     devices = jax.devices("cpu")[:1]
+    env = Env(device_target(devices[0]), config.attention_backend)  # type: ignore[arg-type]
+    resolved = resolve(config, model_source(config), "cpu", env)
     budget = cpu_pool_budget(available_memory())
     plan = plan_kv(
         resolved.kv_specs,

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.core.plan import ExecutorInfo
-from lmjax.models import decoder
 from lmjax.nn.env import Env
+from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.inputs import InputPacker
@@ -28,12 +28,12 @@ from lmjax.runtime.memory import (
     pool_bytes,
     pool_is_set,
 )
+from lmjax.runtime.plan_costs import weights_of
 from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache
-from lmjax.runtime.programs import Shapes, all_programs
-from lmjax.runtime.resolve import Resolved, num_bytes, program_bytes, resolve
-from lmjax.weights.loader import load_params
-from lmjax.weights.source import resolve_model
-from pallas_kernels.paged_attention import choose as choose_attention
+from lmjax.runtime.programs import all_programs
+from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve
+from lmjax.weights.loader import Spread, load_params
+from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.platform import Target, device_target
 
 log = logging.getLogger(__name__)
@@ -54,20 +54,19 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
     use_compilation_cache(config)
     source = resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides or None)
     platform, device_count = describe_platform()
-    env = Env(target or device_target(jax.devices()[0]), config.attention_backend)  # type: ignore[arg-type]
-    resolved = resolve(config, source, platform, env)
+    resolved = _resolve(config, source, platform, target or device_target(jax.devices()[0]))
     spec, dtype, kv_specs = resolved.spec, resolved.dtype, resolved.kv_specs
-    check_weights_fit(num_bytes(decoder.abstract_params(spec, dtype)), _free_memory(platform))
-    bundle = usable_bundle(resolved, jax.devices()[:1], tell)
+    weights = weights_of(spec, dtype, resolved.num_devices, config.enable_expert_parallel).bytes
+    check_weights_fit(weights * (1 if platform == "gpu" else resolved.num_devices), _free_memory(resolved))
+    bundle = usable_bundle(resolved, resolved.devices, tell)
     tell("loading weights")
-    params = load_params(source, spec, dtype, config.load_format, config.seed, _in_tenths(tell))
+    params = _load(resolved, tell)
 
     tell("sizing the KV pool")
     plan, bundle = plan_memory(resolved, bundle, tell)
     shapes = resolved.shapes(plan.num_blocks, plan.max_model_len)
     buckets = resolved.buckets(plan.max_model_len)
-    _check_kernels(shapes)
-    programs = _make_programs(all_programs(shapes, buckets), bundle, tell)
+    programs = _make_programs(all_programs(shapes, buckets), bundle, resolved.devices, tell)
     tell("allocating the KV pool")
     return JaxExecutor(
         info=ExecutorInfo(
@@ -104,19 +103,42 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
     )
 
 
+def _resolve(config: EngineConfig, source: ModelSource, platform: str, target: Target) -> Resolved:
+    attention: Any = config.attention_backend
+    if config.tensor_parallel_size == 1:
+        return resolve(config, source, platform, Env(target, attention))
+    devices = jax.devices()
+    if len(devices) < config.tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel-size: got {config.tensor_parallel_size}, but there are {len(devices)} devices"
+        )
+    placement = Placement(make_mesh(devices[: config.tensor_parallel_size]), config.enable_expert_parallel)
+    return resolve(config, source, platform, placement.env(target, attention), placement)
+
+
+def _load(resolved: Resolved, tell: Progress) -> Any:
+    config, source, spread = resolved.config, resolved.source, None
+    if resolved.placement:
+        spread = Spread(resolved.spec, resolved.shapes((), resolved.spec.max_len).params())
+    spec = make_spec(source, config.max_model_len)
+    return load_params(source, spec, resolved.dtype, config.load_format, config.seed, _in_tenths(tell), spread)
+
+
 def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tuple[KVPlan, Bundle | None]:
     """The pool's size, and the bundle if its programs are for that size: it has the last word where its pool fits."""
     config, platform = resolved.config, resolved.platform
-    available = _free_memory(platform)
+    available = _free_memory(resolved)
     if platform == "gpu":
-        limit, used = _device_memory()
+        limit, used = _device_memory(resolved.devices)
         budget = gpu_pool_budget(limit, used, bundle.pool.program_bytes if bundle else program_bytes(resolved))
     else:
-        budget = cpu_pool_budget(available)
+        available //= resolved.num_devices  # which share it
+        budget = cpu_pool_budget(available * resolved.num_devices) // resolved.num_devices
+    kv_specs = resolved.device_kv_specs
 
     def size(num_blocks: tuple[int, ...] | None = None) -> KVPlan:
         return plan_kv(
-            resolved.kv_specs,
+            kv_specs,
             config,
             model_max_len=resolved.spec.max_len,
             max_num_seqs=resolved.num_seqs,
@@ -128,38 +150,33 @@ def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tu
 
     plan = size()
     if bundle and plan.num_blocks != bundle.pool.num_blocks:
-        wanted, room = pool_bytes(resolved.kv_specs, bundle.pool.num_blocks, config.block_size), plan.num_bytes
-        if wanted <= budget and not pool_is_set(config):
+        wanted, room = pool_bytes(kv_specs, bundle.pool.num_blocks, config.block_size), plan.num_bytes
+        try:
+            if wanted > budget or pool_is_set(config):
+                raise ConfigError(f"its KV pool takes {gib(wanted)}, the settings and free memory give {gib(room)}")
             plan = size(bundle.pool.num_blocks)
-        else:
-            tell(not_used(bundle, f"its KV pool takes {gib(wanted)}, the settings and free memory give {gib(room)}"))
+        except ConfigError as error:
+            tell(not_used(bundle, str(error)))
             bundle = None
     log.info(
-        "KV pool: %d tokens in blocks of %d (%s); %.1f requests of the full %d tokens fit at once",
+        "KV pool: %d tokens in blocks of %d (%s%s); %.1f requests of the full %d tokens fit at once",
         plan.num_tokens,
         config.block_size,
         gib(plan.num_bytes),
+        f" on each of {resolved.num_devices} devices" if resolved.placement else "",
         plan.num_tokens / plan.max_model_len,
         plan.max_model_len,
     )
     return plan, bundle
 
 
-def _check_kernels(shapes: Shapes) -> None:
-    """Before anything is compiled: a case that no kernel serves is told as one line."""
-    for pool in shapes.pools():
-        q = jax.ShapeDtypeStruct((1, shapes.spec.layers[0].attention.heads, pool.shape[-1]), jnp.dtype(shapes.dtype))
-        try:
-            choose_attention(q, pool, target=shapes.env.target, backend=shapes.env.attention)
-        except NotImplementedError as error:
-            raise ConfigError(f"--attention-backend: got {shapes.env.attention}: {error}") from error
-
-
-def _make_programs(wanted: dict[Hashable, Program], bundle: Bundle | None, tell: Progress) -> dict[Hashable, Any]:
+def _make_programs(
+    wanted: dict[Hashable, Program], bundle: Bundle | None, devices: list[jax.Device], tell: Progress
+) -> dict[Hashable, Any]:
     """The executables, from the bundle where it has them. A program that cannot be loaded is compiled."""
     loaded: dict[Hashable, Any] = {}
     if bundle:
-        loaded, failed = load_programs(bundle, wanted, jax.devices()[:1])
+        loaded, failed = load_programs(bundle, wanted, devices)
         for name, reason in failed.items():
             log.warning("bundle %s: %s is compiled: %s", bundle.path, name, reason)
         tell(f"bundle {bundle.path}: {len(loaded)} programs loaded, {len(failed)} to compile")
@@ -170,18 +187,22 @@ def _make_programs(wanted: dict[Hashable, Program], bundle: Bundle | None, tell:
     return loaded
 
 
-def _device_memory() -> tuple[int, int]:
-    """The allocator's limit and what it has given out."""
-    stats = jax.devices()[0].memory_stats()
-    if not stats:
-        raise ConfigError("--kv-cache-memory-bytes: this device does not tell its memory; give the pool's size")
-    return stats["bytes_limit"], stats["bytes_in_use"]
+def _device_memory(devices: list[jax.Device]) -> tuple[int, int]:
+    """The allocator's limit and what it has given out, on the device with the least left."""
+    found = []
+    for device in devices:
+        stats = device.memory_stats()
+        if not stats:
+            raise ConfigError("--kv-cache-memory-bytes: this device does not tell its memory; give the pool's size")
+        found.append((stats["bytes_limit"], stats["bytes_in_use"]))
+    return min(found, key=lambda pair: pair[0] - pair[1])
 
 
-def _free_memory(platform: str) -> int:
-    if platform != "gpu":
+def _free_memory(resolved: Resolved) -> int:
+    """On each device; CPU devices share what there is."""
+    if resolved.platform != "gpu":
         return available_memory()
-    limit, used = _device_memory()
+    limit, used = _device_memory(resolved.devices)
     return limit - used
 
 
@@ -199,4 +220,4 @@ def _in_tenths(tell: Progress) -> Callable[[int, int], None]:
 
 
 def _zeros(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), tree)

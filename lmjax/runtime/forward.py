@@ -18,6 +18,7 @@ from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.inputs import forward_layout
 from lmjax.runtime.state import apply_patches
 from lmjax.sampling.logprobs import Logprobs, target_logprobs
+from lmjax.sampling.share import Share
 
 PROMPT_LOGPROB_ROWS = 128  # columns of one block of logits: [V, T] at once would be gigabytes
 
@@ -43,9 +44,10 @@ def make_forward(
         if key.prompt_logprobs:
 
             def head(columns: jax.Array) -> jax.Array:
-                return env.gather(decoder.logits(params, spec, columns, env))
+                return decoder.logits(params, spec, columns, env)
 
-            prompt = _prompt_logprobs(head, hidden, parts["target_ids"], parts["header"][3:], max_logprobs)
+            share = Share(env.axis, spec.vocab)
+            prompt = _prompt_logprobs(head, hidden, parts["target_ids"], parts["header"][3:], max_logprobs, share)
         return logits, pools, tokens, tables, prompt
 
     return forward
@@ -84,9 +86,17 @@ def pack_logprobs(token_ids: jax.Array, found: Logprobs) -> jax.Array:
 
 
 def _prompt_logprobs(
-    head: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, span: jax.Array, max_logprobs: int
+    head: Callable[[jax.Array], jax.Array],
+    hidden: jax.Array,
+    targets: jax.Array,
+    span: jax.Array,
+    max_logprobs: int,
+    share: Share,
 ) -> jax.Array:
-    """hidden [D, T], targets int32 [T], span int32 [2]: tokens [first, end) that want it -> token rows [T, 3 + 2 k]."""
+    """hidden [D, T], targets int32 [T], span int32 [2]: tokens [first, end) that want it -> token rows [T, 3 + 2 k].
+
+    ``head``: columns of hidden -> logits, of ``share``.
+    """
     num_tokens = hidden.shape[1]
     size = min(PROMPT_LOGPROB_ROWS, num_tokens)
 
@@ -94,7 +104,7 @@ def _prompt_logprobs(
         start = jnp.minimum(span[0] + i * jnp.int32(size), jnp.int32(num_tokens - size))
         columns = lax.dynamic_slice_in_dim(hidden, start, size, axis=1)
         wanted = lax.dynamic_slice_in_dim(targets, start, size)
-        rows = pack_logprobs(wanted, target_logprobs(head(columns), wanted, max_logprobs))
+        rows = pack_logprobs(wanted, target_logprobs(head(columns), wanted, max_logprobs, share))
         return lax.dynamic_update_slice_in_dim(out, rows, start, axis=0)
 
     blocks = (span[1] - span[0] + jnp.int32(size - 1)) // jnp.int32(size)

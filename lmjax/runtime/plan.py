@@ -6,6 +6,7 @@ arguments are arithmetic.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,12 +14,12 @@ from typing import Any, Literal
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.parallel.placement import Placement, make_mesh
-from lmjax.parallel.split import SplitError, degrees, share
+from lmjax.parallel.split import degrees, share
 from lmjax.runtime.buckets import FULL, Buckets, ForwardKey, SampleKey
 from lmjax.runtime.cards import DEVICES_PER_HOST, Card, topology
 from lmjax.runtime.compiler import Program, compile_all
 from lmjax.runtime.hlo import Launches
-from lmjax.runtime.memory import GIB, KVPlan, gib, plan_kv
+from lmjax.runtime.memory import GIB, KVPlan, gib, plan_kv, pool_is_set
 from lmjax.runtime.plan_costs import Step, Weights, bytes_per_device, roofline, weights_of
 from lmjax.runtime.plan_layers import Cut, cut, scale
 from lmjax.runtime.platform import no_compilation_cache
@@ -106,10 +107,7 @@ class Deployment:
         """For the devices of a topology. Raises ``ConfigError``."""
         placement = Placement(make_mesh(topology(self.card, self.devices)), self.expert_parallel)
         env = placement.env(self.card.target(), self.config.attention_backend)  # type: ignore[arg-type]
-        try:
-            return resolve(self.config, self.source, "gpu", env, placement)
-        except SplitError as error:
-            raise ConfigError(f"--tensor-parallel-size: {error}") from error
+        return resolve(self.config, self.source, "gpu", env, placement)
 
 
 def make_plan(deployment: Deployment, length: int | None, tell: Tell) -> Plan:
@@ -117,6 +115,11 @@ def make_plan(deployment: Deployment, length: int | None, tell: Tell) -> Plan:
 
     Raises ``ConfigError`` for settings that no number of cards would help.
     """
+    resolved = deployment.resolve()
+    if length is not None and length > resolved.spec.max_len:
+        raise ConfigError(f"--length: got {length}, the context is {resolved.spec.max_len} tokens")
+    if pool_is_set(deployment.config):
+        _plan_kv(resolved, sys.maxsize)  # a pool that is too small on any card
     found = _plan(deployment, length, tell)
     if found.refusal is None:
         return found
@@ -181,27 +184,24 @@ def _one_block(resolved: Resolved) -> tuple[int, ...]:
     return tuple(2 for _ in resolved.kv_specs)
 
 
-def device_kv_specs(resolved: Resolved) -> Any:
-    """The KV groups as one device holds them."""
-    if resolved.placement is None:
-        return resolved.kv_specs
-    return decoder.kv_specs(resolved.placement.share(resolved.spec), resolved.kv_specs[0].dtype)
-
-
 def _size_pool(resolved: Resolved, room: int) -> KVPlan | str:
     """The pool, or why there is none."""
     try:
-        return plan_kv(
-            device_kv_specs(resolved),
-            resolved.config,
-            model_max_len=resolved.spec.max_len,
-            max_num_seqs=resolved.num_seqs,
-            max_num_batched_tokens=resolved.num_batched,
-            budget=max(room, 0),
-            available=max(room, 0),
-        )
+        return _plan_kv(resolved, max(room, 0))
     except ConfigError as error:
         return f"{gib(max(room, 0))} are left for the KV pool: {error}"
+
+
+def _plan_kv(resolved: Resolved, room: int) -> KVPlan:
+    return plan_kv(
+        resolved.device_kv_specs,
+        resolved.config,
+        model_max_len=resolved.spec.max_len,
+        max_num_seqs=resolved.num_seqs,
+        max_num_batched_tokens=resolved.num_batched,
+        budget=room,
+        available=room,
+    )
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,19 @@ def configure_jax(config: EngineConfig) -> None:
     """Settings that must hold before the first program is built. Safe to call again."""
     if nvidia_card_present():
         gpu_settings.apply(config.gpu_memory_utilization)
+    elif config.tensor_parallel_size > 1:
+        _set_cpu_devices(config.tensor_parallel_size)
     # weights + pool above 80 % of a card is our normal state; XLA would recompute activations to save memory there
     jax.config.update("jax_compiler_enable_remat_pass", False)
+
+
+def _set_cpu_devices(count: int) -> None:
+    """A CPU is as many devices as asked for, if that is said before its first use and nobody has said otherwise."""
+    if jax.config.values["jax_num_cpu_devices"] >= count:
+        return
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # it was used already
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def use_compilation_cache(config: EngineConfig) -> Path:

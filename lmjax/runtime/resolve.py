@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.models.registry import dtype_from_hf, spec_from_hf
-from lmjax.models.spec import DecoderSpec
+from lmjax.models.spec import DecoderSpec, MoeSpec
 from lmjax.nn.env import ALONE, Env
 from lmjax.parallel.placement import Placement
-from lmjax.parallel.split import spread
+from lmjax.parallel.split import SplitError, spread
 from lmjax.runtime.buckets import Buckets, ForwardKey
 from lmjax.runtime.compiler import Program, compile_all
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
 from lmjax.runtime.state import COPY_BATCH
 from lmjax.types import KVSpec
 from lmjax.weights.source import ModelSource, resolve_model
+from pallas_kernels.paged_attention import choose as choose_attention
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,19 @@ class Resolved:
     placement: Placement | None = None
 
     @property
+    def devices(self) -> list[jax.Device]:
+        return list(self.placement.mesh.devices.flat) if self.placement else jax.devices()[:1]
+
+    @property
     def num_devices(self) -> int:
         return self.placement.size if self.placement else 1
+
+    @property
+    def device_kv_specs(self) -> tuple[KVSpec, ...]:
+        """The KV groups as one device holds them."""
+        if self.placement is None:
+            return self.kv_specs
+        return decoder.kv_specs(self.placement.share(self.spec), self.kv_specs[0].dtype)
 
     def shapes(self, num_blocks: tuple[int, ...], max_model_len: int) -> Shapes:
         """For a pool of ``num_blocks`` and the context length that it was sized for."""
@@ -79,13 +92,18 @@ def resolve(
 ) -> Resolved:
     """platform: "cpu" or "gpu". env: what the programs are traced for; placement: None for the default device.
 
-    Raises ``ConfigError`` for settings that don't fit the model, ``SplitError`` where it can't be spread so.
+    Raises ``ConfigError`` for settings that don't fit the model.
     """
     spec = make_spec(source, config.max_model_len)
+    if config.enable_expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
+        raise ConfigError(f"--enable-expert-parallel: a {spec.model_type} model has no experts")
     if placement:
-        spec = spread(spec, placement.size, placement.expert_parallel)
+        try:
+            spec = spread(spec, placement.size, placement.expert_parallel)
+        except SplitError as error:
+            raise ConfigError(f"--tensor-parallel-size: {error}") from error
     dtype = _dtype(config, source, platform)
-    return Resolved(
+    resolved = Resolved(
         config=config,
         source=source,
         platform=platform,
@@ -97,6 +115,23 @@ def resolve(
         env=env,
         placement=placement,
     )
+    _check_kernels(resolved)
+    return resolved
+
+
+def _check_kernels(resolved: Resolved) -> None:
+    """Before anything is loaded or compiled: a case that no kernel serves is told as one line."""
+    spec, env = resolved.spec, resolved.env
+    if resolved.placement:  # kernels see one device's share
+        spec = resolved.placement.share(spec)
+    for kv in resolved.device_kv_specs:
+        pool = jax.ShapeDtypeStruct(decoder.pool_shape(kv, 2, resolved.config.block_size), jnp.dtype(kv.dtype))
+        heads = spec.layers[kv.layers[0]].attention.heads
+        q = jax.ShapeDtypeStruct((1, heads, kv.k_dim), jnp.dtype(resolved.dtype))
+        try:
+            choose_attention(q, pool, target=env.target, backend=env.attention)
+        except NotImplementedError as error:
+            raise ConfigError(f"--attention-backend: got {env.attention}: {error}") from error
 
 
 def model_source(config: EngineConfig) -> ModelSource:
@@ -109,6 +144,9 @@ def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
     try:
         return spec_from_hf(source.config, max_model_len)
     except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        if name == "max_model_len":
+            raise ConfigError(f"--max-model-len:{rest}") from error
         raise ConfigError(f"--model: {source.path}: {error}") from error
 
 
@@ -129,11 +167,6 @@ def _token_budget(config: EngineConfig, spec: DecoderSpec, platform: str) -> int
             f"({spec.max_len}) where chunked prefill is switched off"
         )
     return config.max_num_batched_tokens or spec.max_len
-
-
-def num_bytes(tree: Any) -> int:
-    """Of all arrays of a tree, real or abstract."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,16 @@ from lmjax.runtime.forward import pack_logprobs
 from lmjax.runtime.inputs import sample_layout
 from lmjax.sampling.logprobs import Logprobs
 from lmjax.sampling.sampler import sample as draw
+from lmjax.sampling.share import Share
 
 SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def make_sample(key: SampleKey, max_logprobs: int, vocab: int) -> SampleProgram:
+def make_sample(key: SampleKey, max_logprobs: int, vocab: int, axis: str | None = None) -> SampleProgram:
     """``(logits [V, S], tokens, sampling state, packed) -> (tokens, result)``; donate tokens.
 
-    Rows of the logits beyond ``vocab`` are padding.
+    Rows of the logits beyond ``vocab`` are padding. With a mesh ``axis`` logits are one device's rows [V_local, S], and
+    ``Placement.wrap_sample`` makes one function of all.
 
     result: token rows, int32 [S, 1], or [S, 3 + 2 * max_logprobs] with log-probabilities.
     """
@@ -29,7 +31,7 @@ def make_sample(key: SampleKey, max_logprobs: int, vocab: int) -> SampleProgram:
         parts = sample_layout(key.num_rows).split(packed)
         slots, positions = parts["slots"], parts["positions"]
         out = draw(
-            logits[:vocab],
+            logits[:vocab] if axis is None else logits,
             parts["params"],
             slots,
             positions,
@@ -38,6 +40,7 @@ def make_sample(key: SampleKey, max_logprobs: int, vocab: int) -> SampleProgram:
             level=key.level,
             # 0 means none to the sampler; a request may want its token's own log-probability where no more is allowed
             max_logprobs=max(max_logprobs, 1) if key.logprobs else 0,
+            share=Share(axis, vocab),
         )
         tokens = tokens.at[slots, positions].set(out.token_ids, mode="promise_in_bounds")
         result = out.token_ids[:, None]

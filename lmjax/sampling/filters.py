@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lmjax.sampling.chunks import top_values
+from lmjax.sampling.chunks import CHUNK, to_chunks, top_values, total
 from lmjax.sampling.rows import Rows
+from lmjax.sampling.share import WHOLE, Share
 
 NUM_CANDIDATES = 256
 
@@ -56,17 +57,17 @@ def _uses_top_p(rows: Rows) -> jax.Array:
     return (rows.top_p > 0) & (rows.top_p < 1)
 
 
-def _top_k(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array) -> jax.Array:
+def _top_k(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array, share: Share) -> jax.Array:
     """The k-th largest logit [S]; -inf where top_k is off."""
     num_candidates = candidates.shape[1]
-    used = (rows.top_k > 0) & (rows.top_k < scores.shape[0])
+    used = (rows.top_k > 0) & (rows.top_k < share.size(scores.shape[0]))
     index = jnp.clip(rows.top_k - jnp.int32(1), 0, num_candidates - 1)
     exact = jnp.take_along_axis(candidates, index[:, None], axis=1, mode="promise_in_bounds")[:, 0]
     beyond = used & (rows.top_k > num_candidates)
 
     def bisect() -> jax.Array:
         def enough(threshold: jax.Array) -> jax.Array:
-            return (scores >= threshold[None, :]).sum(axis=0, dtype=jnp.int32) >= rows.top_k
+            return share.sum((scores >= threshold[None, :]).sum(axis=0, dtype=jnp.int32)) >= rows.top_k
 
         return jnp.where(beyond, _largest(enough, best), exact)
 
@@ -74,37 +75,43 @@ def _top_k(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array
     return jnp.where(used, kth, -jnp.inf)
 
 
-def _top_p(scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array, kept: jax.Array) -> jax.Array:
+def _top_p(
+    scores: jax.Array, best: jax.Array, rows: Rows, candidates: jax.Array, kept: jax.Array, share: Share
+) -> jax.Array:
     """The last logit of the smallest set of the tokens >= ``kept`` [S] that has the mass top_p; -inf where off."""
     used = _uses_top_p(rows)
-    weights = weights_of(scores, best[None, :], rows.inv_temperature[None, :], kept[None, :])
-    mass = rows.top_p * weights.sum(axis=0)
+    chunked = to_chunks(scores, CHUNK)
+    weights = weights_of(chunked, best[None, None, :], rows.inv_temperature[None, None, :], kept[None, None, :])
+    mass = rows.top_p * total(weights, share)
     inside = weights_of(candidates, best[:, None], rows.inv_temperature[:, None], kept[:, None])
     reached = jnp.cumsum(inside, axis=1) >= mass[:, None]
     index = jnp.argmax(reached, axis=1).astype(jnp.int32)
     exact = jnp.take_along_axis(candidates, index[:, None], axis=1, mode="promise_in_bounds")[:, 0]
     exact = jnp.where(reached.any(axis=1), exact, -jnp.inf)
-    complete = (candidates[:, -1] < kept) | (candidates.shape[1] >= scores.shape[0])  # all that is kept is in there
+    everything = candidates.shape[1] >= share.size(scores.shape[0])
+    complete = (candidates[:, -1] < kept) | everything  # all that is kept is in there
     beyond = used & ~reached.any(axis=1) & ~complete
 
     def bisect() -> jax.Array:
         def enough(threshold: jax.Array) -> jax.Array:
-            return jnp.where(scores >= threshold[None, :], weights, jnp.float32(0)).sum(axis=0) >= mass
+            return total(jnp.where(chunked >= threshold[None, None, :], weights, jnp.float32(0)), share) >= mass
 
         return jnp.where(beyond, _largest(enough, best), exact)
 
     return jnp.where(used, lax.cond(beyond.any(), bisect, lambda: exact), -jnp.inf)
 
 
-def thresholds(scores: jax.Array, best: jax.Array, rows: Rows, num_candidates: int = NUM_CANDIDATES) -> jax.Array:
+def thresholds(
+    scores: jax.Array, best: jax.Array, rows: Rows, num_candidates: int = NUM_CANDIDATES, share: Share = WHOLE
+) -> jax.Array:
     """The smallest logit that may be drawn, float32 [S], in the order min-p, top-k, top-p (top-p is taken over what
-    the first two left). ``scores`` [V, S] processed logits, ``best`` [S] their maxima, finite."""
+    the first two left). ``scores`` [V, S] processed logits (of ``share``), ``best`` [S] their maxima, finite."""
 
     def lists() -> jax.Array:
         kept = best + rows.min_p_gap
-        candidates, _ = top_values(scores, min(num_candidates, scores.shape[0]))
-        kept = jnp.maximum(kept, _top_k(scores, best, rows, candidates))
-        return jnp.maximum(kept, _top_p(scores, best, rows, candidates, kept))
+        candidates, _ = top_values(scores, min(num_candidates, share.size(scores.shape[0])), share)
+        kept = jnp.maximum(kept, _top_k(scores, best, rows, candidates, share))
+        return jnp.maximum(kept, _top_p(scores, best, rows, candidates, kept, share))
 
     uses_list = ((rows.top_k > 0) | _uses_top_p(rows)).any()
     return jnp.minimum(lax.cond(uses_list, lists, lambda: best + rows.min_p_gap), best)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lmjax.sampling.chunks import top_values
+from lmjax.sampling.chunks import CHUNK, to_chunks, top_values, total
+from lmjax.sampling.share import WHOLE, Share
 
 
 class Logprobs(NamedTuple):
@@ -17,21 +18,25 @@ class Logprobs(NamedTuple):
     top_logprobs: jax.Array  # float32 [n, k]
 
 
-def target_logprobs(logits: jax.Array, targets: jax.Array, k: int) -> Logprobs:
+def target_logprobs(logits: jax.Array, targets: jax.Array, k: int, share: Share = WHOLE) -> Logprobs:
     """Log-probability and rank of ``targets`` int32 [n] in ``logits`` float32 [V, n], and the ``k`` best tokens.
 
     The rank is 1 + the number of tokens with a strictly larger logit. Targets outside the vocabulary (padding rows)
-    are clipped. Where k > V, the surplus columns hold id -1 and -inf.
+    are clipped. Where k > V, the surplus columns hold id -1 and -inf. With an axis in ``share`` logits are this
+    device's rows, all else is whole.
     """
-    vocab, num_rows = logits.shape
-    best = logits.max(axis=0)
+    here, num_rows = logits.shape
+    vocab = share.size(here)
+    best = share.max(logits.max(axis=0))
     # The where changes nothing but lets XLA:CPU vectorise the sum over a single column (see filters.weights_of).
-    weights = jnp.where(logits > -jnp.inf, jnp.exp(logits - best[None, :]), jnp.float32(0))
-    log_total = best + jnp.log(weights.sum(axis=0))
+    chunked = to_chunks(logits, CHUNK)
+    weights = jnp.where(chunked > -jnp.inf, jnp.exp(chunked - best[None, None, :]), jnp.float32(0))
+    log_total = best + jnp.log(total(weights, share))
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    chosen = logits.at[jnp.clip(targets, 0, vocab - 1), row].get(mode="promise_in_bounds")
-    ranks = (logits > chosen[None, :]).sum(axis=0, dtype=jnp.int32) + jnp.int32(1)
-    values, ids = top_values(logits, min(k, vocab))
+    targets = jnp.clip(targets, 0, vocab - 1)
+    chosen = share.from_owner(targets, here, lambda ids: logits.at[ids, row].get(mode="promise_in_bounds"))
+    ranks = share.sum((logits > chosen[None, :]).sum(axis=0, dtype=jnp.int32)) + jnp.int32(1)
+    values, ids = top_values(logits, min(k, vocab), share)
     surplus = ((0, 0), (0, k - values.shape[1]))
     return Logprobs(
         logprobs=chosen - log_total,

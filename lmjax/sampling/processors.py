@@ -20,6 +20,7 @@ from lmjax.sampling.params import (
     state_row_size,
 )
 from lmjax.sampling.rows import Rows
+from lmjax.sampling.share import WHOLE, Share
 from lmjax.types import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS
 
 BIAS_STEP = 64  # logit_bias entries of all rows that one loop iteration adds
@@ -27,10 +28,16 @@ HISTORY_STEP = 512  # positions of all rows that one loop iteration counts
 
 
 def process(
-    logits: jax.Array, rows: Rows, slots: jax.Array, positions: jax.Array, tokens: jax.Array, state: jax.Array
+    logits: jax.Array,
+    rows: Rows,
+    slots: jax.Array,
+    positions: jax.Array,
+    tokens: jax.Array,
+    state: jax.Array,
+    share: Share = WHOLE,
 ) -> jax.Array:
     """[V, S] -> [V, S]: bias, penalties, then -inf for what may not be drawn. Arguments as of ``sampler.sample``."""
-    vocab = logits.shape[0]
+    vocab = share.size(logits.shape[0])
     assert state.shape[1] == state_row_size(vocab), (state.shape, vocab)
     words = num_mask_words(vocab)
     own = state[slots]  # [S, row]
@@ -42,11 +49,12 @@ def process(
     def when(flag: int, change, scores: jax.Array) -> jax.Array:
         return lax.cond(rows.has(flag).any(), change, lambda x: x, scores)
 
-    scores = when(FLAG_BIAS, lambda x: _add_bias(x, rows, bias_ids, bias_values), logits)
-    scores = when(FLAG_PENALTY, lambda x: _penalize(x, rows, slots, positions, tokens), scores)
-    mask = jnp.where((positions < rows.min_until)[:, None], early, always)
+    scores = when(FLAG_BIAS, lambda x: _add_bias(x, rows, bias_ids, bias_values, share), logits)
+    scores = when(FLAG_PENALTY, lambda x: _penalize(x, rows, slots, positions, tokens, share), scores)
+    mask = _own_words(jnp.where((positions < rows.min_until)[:, None], early, always), logits.shape[0], share)
     scores = when(FLAG_MASK, lambda x: _mask(x, rows, mask), scores)
-    return when(FLAG_BAD_WORDS, lambda x: _ban(x, rows, bad_words, slots, positions, tokens), scores)
+    past = (slots, positions, tokens)
+    return when(FLAG_BAD_WORDS, lambda x: _ban(x, rows, bad_words, *past, share), scores)
 
 
 def _row_index(like: jax.Array) -> jax.Array:
@@ -54,7 +62,7 @@ def _row_index(like: jax.Array) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, like.shape, 0)
 
 
-def _add_bias(scores: jax.Array, rows: Rows, ids: jax.Array, values: jax.Array) -> jax.Array:
+def _add_bias(scores: jax.Array, rows: Rows, ids: jax.Array, values: jax.Array, share: Share) -> jax.Array:
     """Adds ``values`` [S, MAX_LOGIT_BIAS] at ``ids``; the loop ends with the longest list."""
     count = jnp.where(rows.has(FLAG_BIAS), rows.num_bias, jnp.int32(0))
 
@@ -63,6 +71,7 @@ def _add_bias(scores: jax.Array, rows: Rows, ids: jax.Array, values: jax.Array) 
         entry = start + jnp.arange(BIAS_STEP, dtype=jnp.int32)[None, :]
         some_ids = lax.dynamic_slice_in_dim(ids, start, BIAS_STEP, axis=1)
         some = lax.dynamic_slice_in_dim(values, start, BIAS_STEP, axis=1)
+        some_ids = share.local(some_ids, scores.shape[0])
         some_ids = jnp.where(entry < count[:, None], some_ids, jnp.int32(scores.shape[0]))  # outside: dropped
         return scores.at[some_ids, _row_index(some_ids)].add(some, mode="drop")
 
@@ -75,16 +84,19 @@ def _history(tokens: jax.Array, slots: jax.Array, index: jax.Array) -> jax.Array
 
 
 def count_tokens(
-    vocab: int, rows: Rows, slots: jax.Array, positions: jax.Array, tokens: jax.Array
+    vocab: int, rows: Rows, slots: jax.Array, positions: jax.Array, tokens: jax.Array, share: Share = WHOLE
 ) -> tuple[jax.Array, jax.Array]:
-    """How often each token is in the prompt and in the output so far, int32 [V, S] each; 0 for rows without penalty."""
+    """How often each token is in the prompt and in the output so far, int32 [V, S] each; 0 for rows without penalty.
+
+    ``vocab``: the rows here, V_local where ``share`` has an axis.
+    """
     num_rows, step_len = len(slots), min(HISTORY_STEP, tokens.shape[1])
     length = jnp.where(rows.has(FLAG_PENALTY), positions, jnp.int32(0))
 
     def count(step: jax.Array, counts: jax.Array) -> jax.Array:
         index = step * jnp.int32(step_len) + jnp.arange(step_len, dtype=jnp.int32)[None, :]
         index = jnp.broadcast_to(index, (num_rows, step_len))
-        ids = _history(tokens, slots, index)
+        ids = share.local(_history(tokens, slots, index), vocab)
         ids = jnp.where(index < length[:, None], ids, jnp.int32(vocab))  # outside: dropped
         generated = (index >= rows.prompt_len[:, None]).astype(jnp.int32)
         return counts.at[generated, ids, _row_index(ids)].add(jnp.int32(1), mode="drop")
@@ -94,15 +106,25 @@ def count_tokens(
     return counts[0], counts[1]
 
 
-def _penalize(scores: jax.Array, rows: Rows, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+def _penalize(
+    scores: jax.Array, rows: Rows, slots: jax.Array, positions: jax.Array, tokens: jax.Array, share: Share
+) -> jax.Array:
     """Repetition (Keskar et al., 2019: prompt and output), then frequency and presence (OpenAI: output only)."""
-    in_prompt, in_output = count_tokens(scores.shape[0], rows, slots, positions, tokens)
+    in_prompt, in_output = count_tokens(scores.shape[0], rows, slots, positions, tokens, share)
     repetition = rows.repetition_penalty[None, :]
     seen = ((in_prompt + in_output) > 0) & (repetition != 1.0)
     changed = jnp.where(seen, jnp.where(scores > 0, scores / repetition, scores * repetition), scores)
     penalty = rows.frequency_penalty[None, :] * in_output.astype(jnp.float32) + rows.presence_penalty[None, :]
     changed = jnp.where(in_output > 0, changed - penalty, changed)
     return jnp.where(rows.has(FLAG_PENALTY)[None, :], changed, scores)
+
+
+def _own_words(words: jax.Array, count: int, share: Share) -> jax.Array:
+    """int32 [S, ceil(V / 32)] -> the words of the ``count`` tokens here; padding of the vocabulary is not allowed."""
+    if share.axis is None:
+        return words
+    index = share.first(count // 32) + jnp.arange(count // 32, dtype=jnp.int32)
+    return words.at[:, index].get(mode="fill", fill_value=0)
 
 
 def _mask(scores: jax.Array, rows: Rows, words: jax.Array) -> jax.Array:
@@ -115,7 +137,13 @@ def _mask(scores: jax.Array, rows: Rows, words: jax.Array) -> jax.Array:
 
 
 def _ban(
-    scores: jax.Array, rows: Rows, words: jax.Array, slots: jax.Array, positions: jax.Array, tokens: jax.Array
+    scores: jax.Array,
+    rows: Rows,
+    words: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    tokens: jax.Array,
+    share: Share,
 ) -> jax.Array:
     """-inf for the last token of a bad word whose other tokens are the last ones generated.
 
@@ -129,5 +157,6 @@ def _ban(
     match = ((start == past[:, None, :]) | (start < 0)).all(axis=2)
     used = lax.broadcasted_iota(jnp.int32, last.shape, 1) < rows.num_bad_words[:, None]
     used = used & rows.has(FLAG_BAD_WORDS)[:, None]
-    ids = jnp.where(match & used & (last >= 0), last, jnp.int32(scores.shape[0]))  # outside: dropped
+    own = share.local(last, scores.shape[0])
+    ids = jnp.where(match & used & (last >= 0), own, jnp.int32(scores.shape[0]))  # outside: dropped
     return scores.at[ids, _row_index(ids)].set(-jnp.inf, mode="drop")

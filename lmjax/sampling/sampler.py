@@ -7,12 +7,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lmjax.sampling.chunks import CHUNK, best_token, first_above, take_chunk, to_chunks
+from lmjax.sampling.chunks import CHUNK, best_token, first_above, gather_sums, take_chunk, to_chunks
 from lmjax.sampling.filters import NUM_CANDIDATES, thresholds, weights_of
 from lmjax.sampling.logprobs import target_logprobs
 from lmjax.sampling.params import FILTERED, FLAG_RANDOM, FULL, GREEDY
 from lmjax.sampling.processors import process
 from lmjax.sampling.rows import Rows, uniform, unpack_rows
+from lmjax.sampling.share import WHOLE, Share
 
 
 class SampleOut(NamedTuple):
@@ -26,42 +27,60 @@ class SampleOut(NamedTuple):
 
 
 def _draw(
-    chunked: jax.Array, best: jax.Array, inv_temperature: jax.Array, threshold: jax.Array, u: jax.Array
+    chunked: jax.Array,
+    best: jax.Array,
+    inv_temperature: jax.Array,
+    threshold: jax.Array,
+    u: jax.Array,
+    share: Share = WHOLE,
 ) -> jax.Array:
     """Two-level inverse CDF: the token ids [S] at ``u`` [S] of the total weight, or negative if nothing has weight.
 
-    ``chunked`` [C, CHUNK, S] processed logits, ``best`` [S] their maxima, ``threshold`` [S] the smallest logit that
-    may be drawn. Sums of chunks first, then only inside the chosen chunk: no scan over the vocabulary.
+    ``chunked`` [C, CHUNK, S] processed logits (of ``share``), ``best`` [S] their maxima, ``threshold`` [S] the
+    smallest logit that may be drawn. Sums of chunks first, then only inside the chosen chunk: no scan over the
+    vocabulary.
     """
 
     wide = (1, 1, -1)
     weights = weights_of(chunked, best.reshape(wide), inv_temperature.reshape(wide), threshold.reshape(wide))
-    sums = weights.sum(axis=1)  # [C, S]
+    sums = gather_sums(weights.sum(axis=1), share)  # [C, S]
     cumulative = jnp.cumsum(sums, axis=0)
     target = u * cumulative[-1]
     chunk = first_above(cumulative, sums, target, axis=0)
     found = jnp.maximum(chunk, jnp.int32(0))
     before = jnp.take_along_axis(cumulative, jnp.maximum(found - jnp.int32(1), jnp.int32(0))[None, :], axis=0)[0]
     rest = target - jnp.where(found > 0, before, jnp.float32(0))
-    scores = take_chunk(chunked, found)  # [S, CHUNK]
-    inside = weights_of(scores, best[:, None], inv_temperature[:, None], threshold[:, None])
-    offset = first_above(jnp.cumsum(inside, axis=1), inside, rest, axis=1)
+
+    def find(chunk: jax.Array) -> jax.Array:
+        scores = take_chunk(chunked, chunk)  # [S, CHUNK]
+        inside = weights_of(scores, best[:, None], inv_temperature[:, None], threshold[:, None])
+        return first_above(jnp.cumsum(inside, axis=1), inside, rest, axis=1)
+
+    offset = share.from_owner(found, chunked.shape[0], find)
     return jnp.where((chunk < 0) | (offset < 0), jnp.int32(-1), found * jnp.int32(CHUNK) + offset)
 
 
 def _choose(
-    logits: jax.Array, scores: jax.Array, rows: Rows, positions: jax.Array, level: int, num_candidates: int
+    logits: jax.Array,
+    scores: jax.Array,
+    rows: Rows,
+    positions: jax.Array,
+    level: int,
+    num_candidates: int,
+    share: Share,
 ) -> jax.Array:
     """Token ids [S] from the processed logits ``scores`` [V, S]."""
     chunked = to_chunks(scores, CHUNK)
-    best, token = best_token(chunked)
+    best, token = best_token(chunked, share)
     if level == FULL:
         # Everything is masked: the model's own best token, so that the answer is always a valid id.
         nothing = best == -jnp.inf
-        token = jnp.where(nothing, best_token(to_chunks(logits, CHUNK))[1], token)
+        token = jnp.where(nothing, best_token(to_chunks(logits, CHUNK), share)[1], token)
         best = jnp.where(nothing, jnp.float32(0), best)
-    threshold = thresholds(scores, best, rows, num_candidates) if level >= FILTERED else rows.min_p_gap  # -inf: all
-    drawn = _draw(chunked, best, rows.inv_temperature, threshold, uniform(rows, positions))
+    threshold = rows.min_p_gap  # -inf: all
+    if level >= FILTERED:
+        threshold = thresholds(scores, best, rows, num_candidates, share)
+    drawn = _draw(chunked, best, rows.inv_temperature, threshold, uniform(rows, positions), share)
     return jnp.where(rows.has(FLAG_RANDOM) & (drawn >= 0), drawn, token)
 
 
@@ -76,11 +95,12 @@ def sample(
     level: int,
     max_logprobs: int,
     num_candidates: int = NUM_CANDIDATES,
+    share: Share = WHOLE,
 ) -> SampleOut:
     """Draw one token a row.
 
     Args:
-      logits: float32 [V, S], finite or -inf.
+      logits: float32 [V, S], finite or -inf; [V_local, S] of a ``share`` with an axis, where all else is whole.
       params: int32 [S, NUM_PARAMS], rows of ``params.encode_params``.
       slots: int32 [S], each row's line in ``tokens`` and ``state``.
       positions: int32 [S], the position of the token to draw = the number of tokens before it.
@@ -89,13 +109,15 @@ def sample(
       level: static; at least ``params.feature_level`` of every row. A higher one draws the same tokens.
       max_logprobs: static; 0 for no log-probabilities, else how many of the most likely tokens come with them.
       num_candidates: static; how many of the largest logits the filters look at before they bisect.
+      share: static; which part of the vocabulary is on this device.
     """
+    assert share.axis is None or logits.shape[0] % CHUNK == 0, logits.shape
     if level == GREEDY:
-        _, token_ids = best_token(to_chunks(logits, CHUNK))
+        _, token_ids = best_token(to_chunks(logits, CHUNK), share)
     else:
         rows = unpack_rows(params)
-        scores = process(logits, rows, slots, positions, tokens, state) if level == FULL else logits
-        token_ids = _choose(logits, scores, rows, positions, level, num_candidates)
+        scores = process(logits, rows, slots, positions, tokens, state, share) if level == FULL else logits
+        token_ids = _choose(logits, scores, rows, positions, level, num_candidates, share)
     if max_logprobs == 0:
         return SampleOut(token_ids)
-    return SampleOut(token_ids, *target_logprobs(logits, token_ids, max_logprobs))
+    return SampleOut(token_ids, *target_logprobs(logits, token_ids, max_logprobs, share))

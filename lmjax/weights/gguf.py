@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from lmjax.weights.buffers import aligned_empty
 from lmjax.weights.errors import WeightError
-from lmjax.weights.safetensors import TensorInfo, check_not_lfs, read_bytes
+from lmjax.weights.safetensors import Range, TensorInfo, check_not_lfs, read_bytes
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -160,8 +160,22 @@ def dequantisable() -> list[str]:
     return known
 
 
-def read_tensor(info: TensorInfo) -> np.ndarray:
-    """float32 array of ``info.shape`` in a fresh buffer, dequantised by chunks of rows."""
+def read_tensor(info: TensorInfo, rows: Range | None = None, columns: Range | None = None) -> np.ndarray:
+    """float32 array of ``info.shape``, or the ``rows`` of its first axis or ``columns`` of its last, in a fresh buffer,
+    dequantised by chunks of rows. Columns may cut quantised blocks, so whole rows are read for them."""
+    if rows is not None:
+        each = info.size // max(info.shape[0], 1)
+        info = replace(
+            info,
+            shape=(rows[1] - rows[0], *info.shape[1:]),
+            offset=info.offset + rows[0] * each,
+            size=(rows[1] - rows[0]) * each,
+        )
+    whole = _read_whole(info)
+    return whole if columns is None else whole[..., columns[0] : columns[1]]
+
+
+def _read_whole(info: TensorInfo) -> np.ndarray:
     from gguf import GGMLQuantizationType, dequantize
 
     kind = GGMLQuantizationType[info.stored]

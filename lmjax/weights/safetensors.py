@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from lmjax.weights.buffers import aligned_empty
 from lmjax.weights.errors import WeightError
 
+Range = tuple[int, int]  # start, stop
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000  # bytes; the format's own cap
@@ -56,19 +58,43 @@ class TensorInfo:
     size: int
 
 
-def read_bytes(info: TensorInfo, out: np.ndarray) -> None:
-    """Fill the contiguous array ``out`` with the tensor's bytes."""
+def read_bytes(info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
+    """Fill the contiguous array ``out`` with the tensor's bytes from ``start`` on."""
+    view = out.reshape(-1).view(np.uint8).data
     with open(info.file, "rb") as f:
-        f.seek(info.offset)
-        if f.readinto(out.reshape(-1).view(np.uint8).data) != info.size:
-            raise WeightError(info.file, f"tensor {info.name}: the file was cut while it was being read")
+        f.seek(info.offset + start)
+        _check_all(info, f.readinto(view), len(view))
 
 
-def read_tensor(info: TensorInfo) -> np.ndarray:
-    """The tensor as stored, in a fresh buffer."""
-    out = aligned_empty((info.size,), np.dtype(np.uint8))
-    read_bytes(info, out)
-    return out.view(DTYPES[info.stored]).reshape(info.shape)
+def read_tensor(info: TensorInfo, rows: Range | None = None, columns: Range | None = None) -> np.ndarray:
+    """The tensor as stored, or the ``rows`` of its first axis or ``columns`` of its last, in a fresh buffer. Only what
+    is asked for is read."""
+    kind, shape = np.dtype(DTYPES[info.stored]), info.shape
+    if columns is not None:
+        return _read_columns(info, kind, columns)
+    start = 0
+    if rows is not None:
+        start = rows[0] * math.prod(shape[1:]) * kind.itemsize
+        shape = (rows[1] - rows[0], *shape[1:])
+    out = aligned_empty(shape, kind)
+    read_bytes(info, out, start)
+    return out
+
+
+def _read_columns(info: TensorInfo, kind: np.dtype, columns: Range) -> np.ndarray:
+    *lead, width = info.shape
+    out = aligned_empty((*lead, columns[1] - columns[0]), kind)
+    rows = out.reshape(-1, out.shape[-1]).view(np.uint8)
+    with open(info.file, "rb", buffering=0) as f:
+        for i, row in enumerate(rows):
+            at = info.offset + (i * width + columns[0]) * kind.itemsize
+            _check_all(info, os.preadv(f.fileno(), [row.data], at), len(row))
+    return out
+
+
+def _check_all(info: TensorInfo, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise WeightError(info.file, f"tensor {info.name}: the file was cut while it was being read")
 
 
 def check_not_lfs(path: Path) -> None:

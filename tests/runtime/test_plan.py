@@ -17,7 +17,7 @@ from lmjax.runtime.bundle import Bundle, PoolFacts
 from lmjax.runtime.hlo import entry, large_copies, launches
 from lmjax.runtime.identity import identity
 from lmjax.runtime.memory import GIB
-from lmjax.runtime.plan import Deployment, Plan, device_kv_specs, largest_keys, make_plan
+from lmjax.runtime.plan import Deployment, Plan, largest_keys, make_plan
 from lmjax.runtime.plan_layers import cut
 from lmjax.runtime.plan_report import to_json, to_text
 from lmjax.runtime.platform import no_compilation_cache
@@ -139,7 +139,7 @@ def check_arithmetic(plan: Plan, where: Deployment) -> None:
     assert plan.room == plan.usable - plan.reserve - plan.weights - plan.state - plan.program_bytes
     assert plan.pool.num_bytes <= plan.room
     all_of_them = where.config.max_num_seqs * plan.pool.max_model_len  # more tokens are of no use
-    per_token = sum(kv.bytes_per_token() for kv in device_kv_specs(where.resolve()))
+    per_token = sum(kv.bytes_per_token() for kv in where.resolve().device_kv_specs)
     assert plan.pool.num_tokens == min(all_of_them, plan.room // per_token // 16 * 16)
     assert plan.concurrency == plan.pool.num_tokens / plan.length
 
@@ -167,9 +167,9 @@ def test_the_report_is_json_and_text(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("lmjax.runtime.plan.make_plan", lambda *_: found)
     monkeypatch.setattr(planning, "_use_cpu", lambda: None)
     config = EngineConfig(model=str(write(tmp_path, SMALL)))
-    assert planning.plan(config, planning.Target(device="l4"), None, True) == 1
+    assert planning.plan(config, "l4", None, True) == 1
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(to_json(found)))
-    assert planning.plan(config, planning.Target(device="l4"), 100, False) == 1
+    assert planning.plan(config, "l4", 100, False) == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT: too large" in text and "No number of these cards that divides this model fits it." in text
 
@@ -262,13 +262,13 @@ def test_outputs_of_two_steps_and_temporaries_of_one():
 def test_settings_of_plan_and_compile_are_checked(tmp_path):
     config = EngineConfig(model=str(write(tmp_path, SMALL)))
     with pytest.raises(ConfigError, match="--length: got 0"):
-        planning.plan(config, planning.Target(device="h200"), 0, False)
+        planning.plan(config, "h200", 0, False)
     with pytest.raises(ConfigError, match="--bundle: is missing"):
-        planning.compile(config, planning.Target(device="h200"), None)
+        planning.compile(config, "h200", None)
     with pytest.raises(ConfigError, match="cpu is one device"):
-        planning.compile(config.replace(bundle="x"), planning.Target(device="cpu", tensor_parallel_size=2), None)
+        planning.compile(config.replace(bundle="x", tensor_parallel_size=2), "cpu", None)
     with pytest.raises(ConfigError, match="--tensor-parallel-size: got 0"):
-        planning.plan(config, planning.Target(device="h200", tensor_parallel_size=0), None, False)
+        config.replace(tensor_parallel_size=0).validate()
 
 
 def test_without_the_plugin_the_command_that_installs_it_is_told(monkeypatch, tmp_path):

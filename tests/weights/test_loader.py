@@ -221,7 +221,7 @@ def test_gguf_integer_weights(tmp_path):
 
 
 def test_faults_are_found_before_anything_is_read(tmp_path, monkeypatch):
-    def read(info):
+    def read(info, rows, columns):
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(loader.safetensors, "read_tensor", read)

@@ -1,0 +1,238 @@
+"""Data parallel: several engines behind one ``EngineClient``, each a process with its own devices and KV pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from lmjax.config import ConfigError, EngineConfig
+from lmjax.engine.async_engine import AsyncEngine
+from lmjax.engine.build import DEFAULT_EXECUTOR, Front
+from lmjax.engine.process import one_line
+from lmjax.engine.routing import RUNNING_COST, Replica, block_names, by_cost
+from lmjax.engine.validate import Checked, check_priority, check_request
+from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.types import EngineDeadError, QueueFullError, RequestUpdate, SamplingParams
+
+log = logging.getLogger("lmjax.engine")
+
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a dead engine is started anew; doubled each time it fails
+MOST_FAILURES = 5  # in a row, while no other engine is alive: then nobody can be served
+_GAUGES = ("num_running", "num_waiting", "kv_usage", "iteration_tokens")  # all other statistics are counters
+
+
+class Replicas:
+    """Implements ``lmjax.protocol.EngineClient`` over N ``AsyncEngine``. Made by ``await Replicas.start(config, n)``.
+
+    A request goes to the engine that will have least to do for it. An engine that dies fails its own requests and is
+    started anew; the others go on.
+    """
+
+    info: EngineInfo
+    tokenizer: Any
+
+    def __init__(self, config: EngineConfig, executor: str) -> None:
+        self._config, self._executor = config, executor
+        self._engines: dict[int, AsyncEngine] = {}  # those that are alive
+        self._replicas: dict[int, Replica] = {}
+        self._front: Front | None = None
+        self._lost = EngineStats()  # counters of engines that have died
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dead: str | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        count: int,
+        progress: Callable[[str], None] | None = None,
+        *,
+        executor: str = DEFAULT_EXECUTOR,
+    ) -> Replicas:
+        """Starts ``count`` engines: one, which fills the compile cache, then the others at once.
+
+        Raises ``ConfigError`` when the settings or the model are at fault, else ``EngineDeadError``.
+        """
+        config.validate()
+        self = cls(config, executor)
+        _devices_of(count - 1, count, config.tensor_parallel_size)
+        try:
+            await self._start_one(0, progress)
+            first = self._engines[0]
+            self.info, self.tokenizer, self._front = first.info, first.tokenizer, first.front
+            self._replicas = {index: Replica(self.info.num_kv_blocks) for index in range(count)}
+            async with asyncio.TaskGroup() as group:
+                for index in range(1, count):
+                    group.create_task(self._start_one(index, progress))
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+        return self
+
+    async def __aenter__(self) -> Replicas:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._replicas) and self._dead is None and any(e.ready for e in self._engines.values())
+
+    @property
+    def dead(self) -> str | None:
+        """Set when it is closed, or when no engine is left and none can be started."""
+        return self._dead
+
+    @property
+    def pids(self) -> dict[int, int | None]:
+        """Process ids of the engines that are alive."""
+        return {index: engine.pid for index, engine in self._engines.items()}
+
+    def stats(self) -> EngineStats:
+        """Sums over the engines; ``kv_usage`` is the mean."""
+        found = [engine.stats() for engine in self._engines.values()]
+        total = self._lost
+        for one in found:
+            total = _added(total, one)
+        return replace(
+            total,
+            num_running=sum(s.num_running for s in found),
+            num_waiting=sum(s.num_waiting for s in found),
+            kv_usage=sum(s.kv_usage for s in found) / max(len(found), 1),
+            iteration_tokens=[tokens for s in found for tokens in s.iteration_tokens],
+        )
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """See ``EngineClient.validate``."""
+        checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
+        return checked.prompt, checked.params
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestUpdate]:
+        """See ``AsyncEngine.generate``. The engine is chosen when the first update is asked for."""
+        check_priority(priority, self._config.scheduling_policy)
+        checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
+        return self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
+
+    async def close(self) -> None:
+        """Aborts what runs and ends the processes."""
+        if self._dead is None:
+            self._dead = "the engine is closed"
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *(e.close() for e in self._engines.values()), return_exceptions=True)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    async def _stream(
+        self, checked: Checked, request_id: str, priority: int, cache_salt: str | None
+    ) -> AsyncIterator[RequestUpdate]:
+        names = block_names(checked.prompt, cache_salt, self.info.block_size)
+        alive = {i: r for i, r in self._replicas.items() if i in self._engines and self._engines[i].ready}
+        if not alive:
+            raise EngineDeadError(self._dead or "no engine is alive; one is being started")
+        order = by_cost(alive, names, len(checked.prompt), self.info.block_size)
+        for index, new_tokens in order:
+            stream = self._engines[index].stream(checked, request_id, priority, cache_salt)
+            try:
+                async with contextlib.aclosing(self._counted(index, names, new_tokens, checked, stream)) as updates:
+                    async for update in updates:
+                        yield update
+                return
+            except QueueFullError:
+                if index == order[-1][0]:
+                    raise
+
+    async def _counted(
+        self, index: int, names: list[bytes], new_tokens: int, checked: Checked, stream: AsyncGenerator[RequestUpdate]
+    ) -> AsyncGenerator[RequestUpdate]:
+        """``stream``, counted among the work of its replica while it runs."""
+        replica, running = self._replicas[index], RUNNING_COST * checked.params.n
+        work = new_tokens + running
+        replica.work += work
+        try:
+            async with contextlib.aclosing(stream):
+                async for update in stream:
+                    if work > running:  # the prompt is computed
+                        replica.work -= work - running
+                        work = running
+                        replica.note(names)
+                    yield update
+        finally:
+            replica.work -= work
+
+    # --- engines ----------------------------------------------------------------------------------------------
+
+    async def _start_one(self, index: int, progress: Callable[[str], None] | None = None) -> None:
+        def tell(line: str) -> None:
+            if progress is not None:
+                progress(f"engine {index}: {line}")
+
+        engine = await AsyncEngine.start(
+            self._config,
+            tell,
+            lambda reason: self._lose(index, reason),
+            executor=self._executor,
+            front=self._front,
+            environment=_devices_of(index, index + 1, self._config.tensor_parallel_size),
+        )
+        self._engines[index] = engine
+        log.info("engine %d is ready", index)
+
+    def _lose(self, index: int, reason: str) -> None:
+        log.error("engine %d: %s; it is started anew", index, reason)
+        engine = self._engines.pop(index)
+        self._lost = _added(self._lost, engine.stats())
+        task = asyncio.get_running_loop().create_task(self._restart(index, engine))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _restart(self, index: int, engine: AsyncEngine) -> None:
+        await engine.close()
+        self._replicas[index].forget()
+        delay, failures = FIRST_DELAY, 0
+        while True:
+            await asyncio.sleep(delay)
+            try:
+                await self._start_one(index)
+                return
+            except (ConfigError, EngineDeadError) as error:
+                failures, delay = failures + 1, min(2 * delay, LONGEST_DELAY)
+                log.error("engine %d could not be started: %s; next try in %g s", index, one_line(error), delay)
+                if failures >= MOST_FAILURES and not self._engines:
+                    self._dead = f"no engine is alive and none can be started: {one_line(error)}"
+                    return
+
+
+def _added(a: EngineStats, b: EngineStats) -> EngineStats:
+    """The counters of both."""
+    names = [f.name for f in fields(EngineStats) if f.name not in _GAUGES]
+    return EngineStats(**{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+def _devices_of(index: int, count: int, each: int) -> dict[str, str]:
+    """The environment that gives an engine its own cards: it counts them from 0. Raises ``ConfigError``."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(n) for n in range(count * each)] if visible is None else [n for n in visible.split(",") if n]
+    if visible and len(names) < count * each:
+        raise ConfigError(
+            f"--data-parallel-size: {count} engines of {each} devices need {count * each}, "
+            f"CUDA_VISIBLE_DEVICES names {len(names)}"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[index * each : (index + 1) * each])} if names else {}

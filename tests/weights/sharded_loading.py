@@ -1,0 +1,77 @@
+"""Runs on 8 CPU devices: files to arrays on a mesh, against the same files on one device."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from lmjax.models import decoder
+from lmjax.models.params import named_leaves
+from lmjax.models.registry import spec_from_hf
+from lmjax.parallel import split
+from lmjax.parallel.placement import Placement, make_mesh
+from lmjax.weights import safetensors
+from lmjax.weights.loader import Spread, load_params
+from lmjax.weights.source import resolve_model
+from tests.weights.checkpoints import LLAMA, tensors, write_gguf, write_hf
+from tests.weights.test_shards import spread_by_hand
+
+
+class Counter:
+    """Bytes read of each tensor."""
+
+    def __init__(self):
+        self.read: dict[str, int] = {}
+        for name in ("preadv", "read_bytes"):
+            holder = safetensors.os if name == "preadv" else safetensors
+            setattr(holder, name, self.wrapped(getattr(holder, name)))
+
+    def wrapped(self, function):
+        def call(first, second, *rest):
+            size = second[0].nbytes if isinstance(second, list) else second.nbytes
+            self.total = getattr(self, "total", 0) + size
+            return function(first, second, *rest)
+
+        return call
+
+
+def load(path: Path, tp: int, load_format: str = "auto", dtype: str = "float32"):
+    source = resolve_model(str(path))
+    spec = spec_from_hf(source.config, None)
+    if tp == 1:
+        return load_params(source, spec, dtype, load_format), spec, spec
+    wide = split.spread(spec, tp)
+    placement = Placement(make_mesh(jax.devices()[:tp]))
+    placed = placement.place(decoder.abstract_params(wide, dtype), placement.params(wide))
+    return load_params(source, spec, dtype, load_format, spread=Spread(wide, placed)), spec, wide
+
+
+def main() -> None:
+    root = Path(tempfile.mkdtemp())
+    config = LLAMA | {"vocab_size": 97}
+    hf, file = write_hf(root / "hf", config, tensors(config)), write_gguf(root / "m.gguf", config, tensors(config))
+    counter = Counter()
+    for path, tp, load_format, dtype in (
+        (hf, 2, "auto", "float32"),
+        (hf, 4, "auto", "bfloat16"),
+        (hf, 4, "dummy", "float32"),
+        (file, 2, "auto", "float32"),
+        (file, 4, "auto", "float32"),
+    ):
+        alone, _, _ = load(path, 1, load_format, dtype)
+        counter.total = 0
+        found, spec, wide = load(path, tp, load_format, dtype)
+        if path is hf and load_format == "auto":
+            stored = sum(t.nbytes for t in tensors(config).values())
+            assert counter.total == stored, (counter.total, stored)
+        for (name, want), got in zip(named_leaves(alone).items(), named_leaves(found).values(), strict=True):
+            assert len(got.devices()) == tp
+            np.testing.assert_array_equal(got, spread_by_hand(name, np.asarray(want), spec, wide), err_msg=name)
+        print(f"{path.name} {load_format} {dtype} tp {tp} equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()
