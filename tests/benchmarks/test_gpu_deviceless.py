@@ -96,6 +96,7 @@ def test_steps(dry, card):
         compiled_step(dry(card), card, batch, {})
 
 
+@pytest.mark.slow
 def test_command_buffers_have_an_off_switch(dry):
     s = dry("h200")
     assert compiled_step(s, "h200", 1, {}).thunks.count("kCommandBuffer") == 1
