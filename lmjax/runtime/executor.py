@@ -15,6 +15,7 @@ from lmjax.nn.env import Env
 from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
+from lmjax.runtime.device import Device
 from lmjax.runtime.inputs import InputPacker
 from lmjax.runtime.jax_executor import JaxExecutor, ModelInfo
 from lmjax.runtime.memory import (
@@ -88,11 +89,8 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
             config=source.config,
             generation_config=source.generation_config,
         ),
-        params=params,
         # the pools come last: what compiling took is free again, and they are never moved
-        state=_zeros(shapes.state()),
-        pools=_zeros(shapes.pools()),
-        programs=programs,
+        device=Device(params, state=_zeros(shapes.state()), pools=_zeros(shapes.pools()), programs=programs),
         packer=InputPacker(
             buckets,
             max_num_seqs=resolved.num_seqs,

@@ -1,20 +1,19 @@
-"""The executor on JAX: keeps the device's state and runs the compiled programs of each plan, in order."""
+"""The executor on JAX: turns each plan into calls of compiled programs, and what they leave into a result."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from lmjax.core.plan import ExecutorInfo, PromptLogprobs, StepPlan, StepResult
 from lmjax.runtime.compiler import CompileMonitor
-from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker, PackedStep
+from lmjax.runtime.device import Call, Device, Outputs
+from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT
-from lmjax.runtime.state import DeviceState, pack_copies, pack_slot
+from lmjax.runtime.state import pack_copies, pack_slot
 from lmjax.sampling.params import needs_slot_state
 
 
@@ -33,14 +32,11 @@ class ModelInfo:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A submitted step: device arrays that are never donated, so that reading them copies no pool."""
-
     plan: StepPlan
-    packed: PackedStep
+    calls: list[Call]
+    outputs: Outputs
     submitted: float
-    last: jax.Array  # the step is done when this is
-    result: jax.Array | None  # int32 [S, columns]; None: no row samples
-    prompt_logprobs: jax.Array | None  # int32 [T, 3 + 2 k]
+    wants_logprobs: bool
 
 
 class JaxExecutor:
@@ -51,19 +47,13 @@ class JaxExecutor:
         *,
         info: ExecutorInfo,
         model_info: ModelInfo,
-        params: Any,
-        pools: tuple[jax.Array, ...],
-        state: DeviceState,
-        programs: dict[Hashable, Any],
+        device: Device,
         packer: InputPacker,
         monitor: CompileMonitor,
     ):
         self.info = info
         self.model_info = model_info
-        self._params = params
-        self._pools = pools
-        self._tokens, self._tables, self._sampling = state.tokens, state.tables, state.sampling
-        self._programs = programs
+        self._device = device
         self._packer = packer
         self._monitor = monitor
         self._num_in_flight = 0
@@ -75,42 +65,34 @@ class JaxExecutor:
         """Dispatches the plan's programs and the copy of their result to the host."""
         if self._num_in_flight == MAX_IN_FLIGHT:
             raise RuntimeError(f"{MAX_IN_FLIGHT} steps are in flight already: collect one first")
-        with self._monitor.watch():
-            in_flight = self._submit(plan)
-        self._num_in_flight += 1
-        return in_flight
-
-    def _submit(self, plan: StepPlan) -> InFlight:
         begin = time.monotonic()
-        programs = self._programs
+        with self._monitor.watch():
+            calls, wants_logprobs = self._calls(plan)
+            outputs = self._device.run(calls)
+        self._num_in_flight += 1
+        return InFlight(plan, calls, outputs, begin, wants_logprobs)
+
+    def _calls(self, plan: StepPlan) -> tuple[list[Call], bool]:
+        """The plan's programs in order, and whether a row that samples asked for log-probabilities."""
+        calls = []
         for load in plan.slot_loads:
             self._packer.load_slot(load)
             if needs_slot_state(load):
-                packed_slot = pack_slot(load, self.info.vocab_size, self.info.max_model_len)
-                self._tokens, self._sampling = programs[LOAD_SLOT](self._tokens, self._sampling, packed_slot)
+                calls.append(Call(LOAD_SLOT, pack_slot(load, self.info.vocab_size, self.info.max_model_len)))
         packed = self._packer.pack(plan)
-        for patches in packed.overflow:
-            self._tables = programs[APPLY_PATCHES](self._tables, patches)
-        for pairs in pack_copies(plan.copies, len(self._pools)):
-            self._pools = programs[COPY_BLOCKS](self._pools, pairs)
-        key = packed.forward_key
-        logits, self._pools, self._tokens, self._tables, prompt = programs[key](
-            self._params, self._pools, self._tokens, self._tables, packed.forward
-        )
-        last, result = logits, None
+        calls += [Call(APPLY_PATCHES, patches) for patches in packed.overflow]
+        calls += [Call(COPY_BLOCKS, pairs) for pairs in pack_copies(plan.copies, len(self.info.kv_specs))]
+        calls.append(Call(packed.forward_key, packed.forward))
         if packed.sample_key is not None:
-            self._tokens, result = programs[packed.sample_key](logits, self._tokens, self._sampling, packed.sample)
-            last = result
-        for array in (result, prompt):
-            if array is not None:
-                array.copy_to_host_async()
-        self._padded_tokens += key.num_tokens - plan.num_tokens
-        return InFlight(plan, packed, begin, last, result, prompt)
+            assert packed.sample is not None
+            calls.append(Call(packed.sample_key, packed.sample))
+        self._padded_tokens += packed.forward_key.num_tokens - plan.num_tokens
+        return calls, packed.wants_logprobs
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Waits for the step. Steps are collected in the order they were submitted."""
         with self._monitor.watch():
-            in_flight.last.block_until_ready()
+            in_flight.outputs.last.block_until_ready()
             result = self._read(in_flight)
         self._num_in_flight -= 1
         now = time.monotonic()
@@ -120,15 +102,16 @@ class JaxExecutor:
 
     def _read(self, in_flight: InFlight) -> StepResult:
         plan = in_flight.plan
-        if in_flight.result is None:
+        outputs = in_flight.outputs
+        if outputs.result is None:
             rows = np.full((plan.num_rows, 1), -1, np.int32)
         else:
-            rows = np.asarray(in_flight.result)[: plan.num_rows]
-            if not in_flight.packed.wants_logprobs and rows.shape[1] > 1:  # the program had no form without
+            rows = np.asarray(outputs.result)[: plan.num_rows]
+            if not in_flight.wants_logprobs and rows.shape[1] > 1:  # the program had no form without
                 rows = rows[:, :1].copy()
         result = StepResult(rows)
-        if in_flight.prompt_logprobs is not None:
-            result.prompt_logprobs = read_prompt_logprobs(plan, np.asarray(in_flight.prompt_logprobs))
+        if outputs.prompt_logprobs is not None:
+            result.prompt_logprobs = read_prompt_logprobs(plan, np.asarray(outputs.prompt_logprobs))
         return result
 
     def stats(self) -> dict[str, float]:
@@ -142,13 +125,7 @@ class JaxExecutor:
 
     def close(self) -> None:
         """Waits for what runs and frees the device's memory. May be called twice."""
-        arrays = jax.tree.leaves((self._pools, self._tokens, self._tables, self._sampling))
-        for array in arrays:
-            if not array.is_deleted():
-                array.block_until_ready()
-                array.delete()
-        self._params = None
-        self._programs = {}
+        self._device.close()
 
 
 def read_prompt_logprobs(plan: StepPlan, packed: np.ndarray) -> list[PromptLogprobs]:

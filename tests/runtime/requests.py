@@ -86,9 +86,8 @@ class Limited:
     def collect(self, in_flight: Any) -> StepResult:
         result = self.executor.collect(in_flight)
         if self.mutate:
-            for buffer in (in_flight.packed.forward, in_flight.packed.sample, *in_flight.packed.overflow):
-                if buffer is not None:
-                    buffer[:] = 0x7ABCDEF
+            for call in in_flight.calls:
+                call.packed[:] = 0x7ABCDEF
         return result
 
 

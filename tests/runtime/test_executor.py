@@ -161,7 +161,8 @@ def test_the_pool_never_moves():
     executor = tiny_executor()
 
     def places():
-        arrays = (*executor._pools, executor._tokens, executor._tables)
+        device = executor._device
+        arrays = (*device._pools, device._tokens, device._tables)
         return [array.unsafe_buffer_pointer() for array in arrays]
 
     run(make_plan(prefill=[(0, 0, [5], True)], slot_loads=[slot_load(0, [5])], patches=blocks_of(0, 24)))

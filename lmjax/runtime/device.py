@@ -1,0 +1,84 @@
+"""The arrays of one engine on its devices, and the compiled programs that move them from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lmjax.runtime.buckets import ForwardKey, SampleKey
+from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT
+from lmjax.runtime.state import DeviceState
+
+
+class Call(NamedTuple):
+    """A program and the one operand that comes from the host. A step is a few of these."""
+
+    key: Hashable
+    packed: np.ndarray  # int32; it must not change before the step was collected
+
+
+@dataclass(slots=True, eq=False)
+class Outputs:
+    """What a step leaves for the host: arrays that are never donated, so that reading them copies no pool."""
+
+    last: jax.Array  # the step is done when this is
+    result: jax.Array | None = None  # int32 [S, columns]; None: no row samples
+    prompt_logprobs: jax.Array | None = None  # int32 [T, 3 + 2 k]
+
+
+class Device:
+    """Everything that a step reads and writes. It decides nothing: the same calls in the same order on every process
+    of an engine keep their shares of the arrays in step."""
+
+    def __init__(
+        self, params: Any, pools: tuple[jax.Array, ...], state: DeviceState, programs: dict[Hashable, Any]
+    ) -> None:
+        self._params = params
+        self._pools = pools
+        self._tokens, self._tables, self._sampling = state.tokens, state.tables, state.sampling
+        self._programs = programs
+
+    def run(self, calls: Sequence[Call]) -> Outputs:
+        """Dispatches a step's programs, its one forward among them, and the copy of their result to the host."""
+        outputs: Outputs | None = None
+        for key, packed in calls:
+            program = self._programs[key]
+            if isinstance(key, ForwardKey):
+                logits, self._pools, self._tokens, self._tables, prompt = program(
+                    self._params, self._pools, self._tokens, self._tables, packed
+                )
+                outputs = Outputs(logits, prompt_logprobs=prompt)
+            elif isinstance(key, SampleKey):
+                assert outputs is not None, "nothing to sample from"
+                self._tokens, outputs.result = program(outputs.last, self._tokens, self._sampling, packed)
+                outputs.last = outputs.result
+            else:
+                self._change(key, program, packed)
+        assert outputs is not None, "a step has a forward"
+        for array in (outputs.result, outputs.prompt_logprobs):
+            if array is not None:
+                array.copy_to_host_async()
+        return outputs
+
+    def _change(self, key: Hashable, program: Any, packed: np.ndarray) -> None:
+        if key == LOAD_SLOT:
+            self._tokens, self._sampling = program(self._tokens, self._sampling, packed)
+        elif key == APPLY_PATCHES:
+            self._tables = program(self._tables, packed)
+        elif key == COPY_BLOCKS:
+            self._pools = program(self._pools, packed)
+        else:
+            raise KeyError(f"no program {key}")
+
+    def close(self) -> None:
+        """Waits for what runs and frees the memory. May be called twice."""
+        for array in jax.tree.leaves((self._pools, self._tokens, self._tables, self._sampling)):
+            if not array.is_deleted():
+                array.block_until_ready()
+                array.delete()
+        self._params = None
+        self._programs = {}
