@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmjax import __version__
+from lmjax.cluster.detect import host_settings
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.flags import (
     COMPILE,
@@ -100,15 +101,29 @@ def _sizing_options(*more: str) -> tuple[Option, ...]:
 def _serve(arguments: argparse.Namespace) -> int:
     options = engine_options()
     given = settings_of(arguments, (*options, *SERVER, *ENGINES))
+    given |= host_settings(given, os.environ)
     engine_names = {option.name for option in options}
     config = EngineConfig(**{k: v for k, v in given.items() if k in engine_names}).validate()
     replicas = given.pop("data_parallel_size", 1)
     if replicas < 1:
         raise ConfigError(f"--data-parallel-size: got {replicas}, must be at least 1")
+    if replicas > 1 and config.nnodes > 1:
+        raise ConfigError(f"--data-parallel-size: got {replicas}, must be 1 with --nnodes above 1")
     settings = _server_settings({k: v for k, v in given.items() if k not in engine_names}, config)
+    if config.node_rank:
+        return _follow(config, settings)
     from server.app import run_server
 
     return run_server(lambda: _start_engine(config, replicas), settings)
+
+
+def _follow(config: EngineConfig, settings: ServerSettings) -> int:
+    from lmjax.engine.follower import run_follower
+    from server.lifecycle import set_up_logging
+
+    set_up_logging(settings.log_level)
+    # rank 0 may need its whole time-out, and a moment for the engine
+    return run_follower(config, settings.shutdown_timeout + 10.0)
 
 
 def _server_settings(given: dict[str, Any], config: EngineConfig) -> ServerSettings:

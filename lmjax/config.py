@@ -62,6 +62,11 @@ class EngineConfig:
     # devices
     tensor_parallel_size: int = _opt(1, "number of devices that the model is spread over")
     enable_expert_parallel: bool = _opt(False, "spread whole experts over the devices, not a share of each")
+    # hosts
+    nnodes: int = _opt(1, "number of processes, one a host, that the devices of the model are spread over")
+    node_rank: int | None = _opt(None, "which of them this is: 0 has the HTTP server and tells the others what to run")
+    master_addr: str | None = _opt(None, "address of the host of rank 0, where it listens for the others")
+    master_port: int = _opt(29500, "port on which rank 0 listens for the others")
     # programs
     compilation_cache_dir: str | None = _opt(None, "persistent compile cache (default: under LMJAX_CACHE or ~/.cache)")
     attention_backend: str = _opt(
@@ -69,7 +74,7 @@ class EngineConfig:
     )
     step_timeout: float | None = _opt(
         None,
-        "seconds after which an unfinished step is hung and ends the engine; 0: never (default: 60, on a CPU 600)",
+        "seconds after which an unfinished step is hung and ends the engine; 0: never (default: 60, with --nnodes 25, on a CPU 600)",
     )
     bundle: str | None = _opt(None, "directory of executables to start from (made by lmjax compile)")
     require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")
@@ -86,7 +91,7 @@ class EngineConfig:
                 raise ConfigError(f"{flag(f.name)}: got {value!r}, must be one of {', '.join(choices)}")
         positive = (
             "block_size max_model_len kv_cache_memory_bytes num_gpu_blocks_override max_num_seqs "
-            "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens tensor_parallel_size"
+            "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens tensor_parallel_size nnodes"
         )
         for name in positive.split():
             value = getattr(self, name)
@@ -107,7 +112,29 @@ class EngineConfig:
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("--long-prefill-token-threshold needs chunked prefill, which is switched off")
+        self._validate_hosts()
         return self
+
+    def _validate_hosts(self) -> None:
+        nnodes, rank, devices = self.nnodes, self.node_rank, self.tensor_parallel_size
+        if not 0 < self.master_port < 65536:
+            raise ConfigError(f"--master-port: got {self.master_port}, must be between 1 and 65535")
+        if nnodes == 1:
+            if rank:
+                raise ConfigError(f"--node-rank: got {rank}, must be below --nnodes ({nnodes})")
+            return
+        for name in ("node_rank", "master_addr"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{flag(name)}: is missing; --nnodes {nnodes} needs it")
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nnodes:
+            raise ConfigError(f"--node-rank: got {rank}, must be between 0 and {nnodes - 1} (--nnodes {nnodes})")
+        if devices % nnodes:
+            raise ConfigError(
+                f"--tensor-parallel-size: got {devices}, must be a multiple of --nnodes ({nnodes}): it counts the "
+                "devices of all hosts"
+            )
+        if self.bundle is not None:
+            raise ConfigError("--bundle: is for one host; several compile, and keep what they compiled in their caches")
 
 
 @dataclass(frozen=True, kw_only=True)

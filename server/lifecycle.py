@@ -38,7 +38,7 @@ def run_server(client_factory: ClientFactory, settings: ServerSettings) -> int:
     loads. What ``client_factory`` raises is raised from here, once the server is closed.
     """
     settings.validate()
-    _set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level)
     return asyncio.run(_Server(client_factory, settings).run())
 
 
@@ -184,7 +184,7 @@ def _ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
     return context
 
 
-def _set_up_logging(level: str) -> None:
+def set_up_logging(level: str) -> None:
     """Access lines are bare JSON; others have a time and a level. Both go to stderr."""
     root = logging.getLogger("lmjax")
     root.setLevel(level.upper())

@@ -19,6 +19,7 @@ LAYERS: list[tuple[str, set[str], set[str]]] = [
     ("lmjax/types.py", set(), set()),
     ("lmjax/config.py", {"lmjax.types"}, set()),
     ("lmjax/protocol.py", {"lmjax.types"}, set()),
+    ("lmjax/cluster", {"lmjax.cluster", "lmjax.types", "lmjax.config"}, {"jax", "msgspec", "zmq"}),
     ("lmjax/core", {"lmjax.core", "lmjax.types", "lmjax.config"}, {"numpy"}),
     ("lmjax/nn", {"lmjax.nn", "lmjax.types", "pallas_kernels"}, NUMERIC),
     ("lmjax/models", {"lmjax.models", "lmjax.nn", "lmjax.types", "pallas_kernels"}, NUMERIC),
@@ -32,14 +33,14 @@ LAYERS: list[tuple[str, set[str], set[str]]] = [
     (
         "lmjax/runtime",
         {"lmjax.runtime", "lmjax.weights", "lmjax.models", "lmjax.nn", "lmjax.sampling", "lmjax.types", "lmjax.config"}
-        | {"lmjax.core.plan", "lmjax.parallel", "pallas_kernels"},
+        | {"lmjax.core.plan", "lmjax.parallel", "lmjax.cluster", "pallas_kernels"},
         NUMERIC | {"tqdm", "msgspec"},
     ),
     ("lmjax/text", {"lmjax.text", "lmjax.types"}, {"transformers", "tokenizers", "jinja2", "numpy", "gguf"}),
     (
         "lmjax/engine",
         {"lmjax.engine", "lmjax.core", "lmjax.text", "lmjax.types", "lmjax.config", "lmjax.protocol"}
-        | {"lmjax.runtime.executor", "lmjax.weights"},
+        | {"lmjax.runtime.executor", "lmjax.weights", "lmjax.cluster"},
         {"numpy", "msgspec", "zmq", "tqdm"},
     ),
     ("server", {"server", "lmjax.protocol", "lmjax.types", "lmjax.text"}, {"aiohttp", "msgspec", "prometheus_client"}),

@@ -15,7 +15,6 @@ import gc
 import json
 import logging
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -31,8 +30,10 @@ from typing import Any
 import msgspec
 import zmq
 
+from lmjax.cluster.ranks import Ranks, join
 from lmjax.config import ConfigError, EngineConfig
-from lmjax.engine.records import AbortRequest, AddRequest, Dead, Inbound, Outbound, Progress, Ready, Shutdown
+from lmjax.engine.records import AbortRequest, AddRequest, Dead, Following, Inbound, Outbound, Progress, Ready, Shutdown
+from lmjax.engine.vital_signs import SILENCE, VitalSigns
 from lmjax.engine.watchdog import Watchdog, step_timeout
 
 log = logging.getLogger("lmjax.engine")
@@ -70,18 +71,26 @@ class EngineProcess:
         self._inbox = _socket(self._context, zmq.PULL, f"{base}/out", bind=True)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Outbound).decode
+        self.verdict: str | None = None  # why the child was killed, if it was from here
+        # on one host the engine may be stopped and go on (in a debugger); others would wait for it meanwhile
+        mine, childs = os.pipe() if config.nnodes > 1 else (None, None)
         boot = {
             "config": dataclasses.asdict(config),
             "executor": executor,
             "directory": self._directory,
             "log_level": logging.getLogger("lmjax").getEffectiveLevel(),
+            "signs": childs,
         }
-        self._child = _spawn(environment or {})
+        self._child = _spawn(environment or {}, childs)
         assert self._child.stdin is not None
         # a child that dies at once is reported by on_exit
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(json.dumps(boot).encode() + b"\n")
             self._child.stdin.flush()
+        self._signs: VitalSigns | None = None
+        if mine is not None and childs is not None:
+            os.close(childs)
+            self._signs = VitalSigns(self._child.stdin.fileno(), mine, self._silent, lambda: None)
         self._watch = threading.Thread(target=self._wait, args=(on_exit,), daemon=True, name="lmjax-engine-watch")
         self._watch.start()
 
@@ -122,6 +131,8 @@ class EngineProcess:
         """Frees what belonged to the channel; the child has ended. Sockets belong to one thread: call it there."""
         if self._context.closed:
             return
+        if self._signs is not None:
+            self._signs.stop()
         assert self._child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.close()
@@ -129,6 +140,10 @@ class EngineProcess:
         self._outbox.close()
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _silent(self) -> None:
+        self.verdict = f"the engine's process gave no sign of life for {SILENCE:g} s: it is stopped, or hangs"
+        self._child.kill()
 
     def _wait(self, on_exit: Callable[[int], None]) -> None:
         on_exit(self._child.wait())
@@ -142,13 +157,13 @@ def _private_directory() -> str:
     return directory
 
 
-def _spawn(extra: dict[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(extra: dict[str, str], descriptor: int | None) -> subprocess.Popen[bytes]:
     environment = os.environ | extra
     if Path(sysconfig.get_path("purelib")).resolve() != _ROOT:  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH")]))
     # -P: the working directory is no place to import from
     command = [sys.executable, "-P", "-m", "lmjax.engine.process"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=() if descriptor is None else (descriptor,))
 
 
 # --- the child's side ---------------------------------------------------------------------------------------------
@@ -158,7 +173,7 @@ class Channel:
     """The child's end: ``receive`` for the engine's loop and ``send`` for its records."""
 
     def __init__(self, directory: str):
-        self._directory = directory
+        self.directory = directory
         self._context = zmq.Context(1)
         self._inbox = _socket(self._context, zmq.PULL, f"ipc://{directory}/in", bind=False)
         self._outbox = _socket(self._context, zmq.PUSH, f"ipc://{directory}/out", bind=False)
@@ -177,11 +192,11 @@ class Channel:
     def send(self, message: Outbound) -> None:
         self._outbox.send(self._encode(message))
 
-    def last_words(self, message: str) -> None:
+    def last_words(self, message: str, config: bool = False) -> None:
         """From another thread than the loop's, which hangs: over a socket of its own. Ends the process."""
         log.critical("%s", message)
-        socket = _socket(self._context, zmq.PUSH, f"ipc://{self._directory}/out", bind=False)
-        socket.send(self._encode(Dead(message)))
+        socket = _socket(self._context, zmq.PUSH, f"ipc://{self.directory}/out", bind=False)
+        socket.send(self._encode(Dead(message, config)))
         socket.close(linger=1000)
         time.sleep(0.5)  # the context cannot be ended while the loop's sockets are open
         os._exit(HUNG)
@@ -202,8 +217,8 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("lmjax").setLevel(boot["log_level"])
     directory = boot["directory"]
-    threading.Thread(target=_end_with_parent, args=(os.getppid(), directory), daemon=True).start()
     channel = Channel(directory)
+    look_after_parent(os.getppid(), boot["signs"], channel)
     try:
         return serve(EngineConfig(**boot["config"]), boot["executor"], channel)
     finally:
@@ -211,40 +226,70 @@ def main() -> int:
 
 
 def serve(config: EngineConfig, executor: str, channel: Channel) -> int:
-    """Builds the engine and runs its loop until Shutdown. Failures go to the parent as one line."""
-    from lmjax.engine.build import build_engine
+    """Builds the engine, or what follows another rank's, and runs its loop until the end is asked for.
 
+    Failures go to the parent as one line, and to the other ranks, if there are any.
+    """
+    ranks: Ranks | None = None
     try:
-        engine, info = build_engine(config, lambda line: channel.send(Progress(line)), executor, channel.send)
+        ranks = join(config, lambda line: channel.send(Progress(line)), channel.last_words)
+        run, close = _follower(config, channel) if config.node_rank else _engine(config, executor, channel, ranks)
     except (
         ConfigError,
         ValueError,
         OSError,
     ) as error:  # settings or files; weights' and models' errors are ValueErrors
         log.debug("the engine could not start", exc_info=True)
-        channel.send(Dead(one_line(error), config=True))
-        return 2
+        return _failed(channel, ranks, one_line(error), config=True)
     except Exception as error:
         log.exception("the engine could not start")
-        channel.send(Dead(f"the engine could not start: {type(error).__name__}: {one_line(error)}"))
-        return 1
-    channel.send(Ready(info))
+        return _failed(channel, ranks, f"the engine could not start: {type(error).__name__}: {one_line(error)}")
     # what lives now lives for ever: keep the collector from walking it in the middle of a step
     gc.collect()
     gc.freeze()
-    timeout = step_timeout(config.step_timeout, info.platform)
-    watchdog = Watchdog(timeout, channel.last_words) if timeout else None
     try:
-        engine.run(channel.receive, watchdog)
+        run()
     except Exception as error:
         log.exception("the engine's loop failed")
-        channel.send(Dead(f"the engine's loop failed: {type(error).__name__}: {one_line(error)}"))
-        return 1
+        return _failed(channel, ranks, f"the engine's loop failed: {type(error).__name__}: {one_line(error)}")
     finally:
+        close()
+    return 0
+
+
+Loop = tuple[Callable[[], None], Callable[[], None]]  # run, close
+
+
+def _engine(config: EngineConfig, executor: str, channel: Channel, ranks: Ranks | None) -> Loop:
+    from lmjax.engine.build import build_engine
+
+    engine, info = build_engine(config, lambda line: channel.send(Progress(line)), executor, channel.send)
+    channel.send(Ready(info))
+    timeout = step_timeout(config.step_timeout, info.platform, config.nnodes)
+    watchdog = Watchdog(timeout, ranks.hung if ranks else channel.last_words) if timeout else None
+
+    def close() -> None:
         if watchdog is not None:
             watchdog.stop()
         engine.executor.close()
-    return 0
+
+    return lambda: engine.run(channel.receive, watchdog), close
+
+
+def _follower(config: EngineConfig, channel: Channel) -> Loop:
+    from lmjax.runtime.executor import build_follower
+
+    follower = build_follower(config, lambda line: channel.send(Progress(line)))
+    channel.send(Following())
+    return follower.run, follower.close
+
+
+def _failed(channel: Channel, ranks: Ranks | None, message: str, config: bool = False) -> int:
+    """Tells the parent. With other ranks it does not return: their collectives would wait for this one for ever."""
+    if ranks is not None:
+        ranks.failed(message, config)
+    channel.send(Dead(message, config))
+    return 2 if config else 1
 
 
 def one_line(error: BaseException) -> str:
@@ -253,15 +298,17 @@ def one_line(error: BaseException) -> str:
     return lines[0][:500] if lines else type(error).__name__
 
 
-def _end_with_parent(parent: int, directory: str) -> None:
-    """Nothing is lost by ending at once: nobody is left to read. The parent can't remove the directory any more."""
-    stdin = sys.stdin.fileno()
-    while os.getppid() == parent:
-        readable, _, _ = select.select([stdin], [], [], 1.0)
-        if readable and not os.read(stdin, 4096):
-            break
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(3)
+def look_after_parent(parent: int, signs: int | None, channel: Channel) -> None:
+    """Nothing is lost by ending with it: nobody is left to read. It can't remove the directory any more."""
+
+    def ended() -> None:
+        shutil.rmtree(channel.directory, ignore_errors=True)
+        os._exit(3)
+
+    def silent() -> None:
+        channel.last_words(f"the front end gave no sign of life for {SILENCE:g} s: it is stopped, or hangs")
+
+    VitalSigns(signs, sys.stdin.fileno(), silent if signs is not None else None, ended, lambda: os.getppid() == parent)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,10 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     info: EngineInfo
 
 
+class Following(msgspec.Struct, tag="following", array_like=True):
+    """This process, a rank beside the first, is ready."""
+
+
 class Dead(msgspec.Struct, tag="dead", array_like=True):
     """The engine could not start or its loop failed; ``message`` is one line. ``config``: the settings are at fault."""
 
@@ -67,4 +71,4 @@ class Dead(msgspec.Struct, tag="dead", array_like=True):
     config: bool = False
 
 
-Outbound = StepRecord | Progress | Ready | Dead
+Outbound = StepRecord | Progress | Ready | Following | Dead

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 
 GPU_TIMEOUT, CPU_TIMEOUT = 60.0, 600.0  # seconds; a CPU may take minutes for a large model's chunk
+HOSTS_TIMEOUT = 25.0  # GPUs of several hosts: where one of them hangs, all have ended after 30 s
 
 
-def step_timeout(setting: float | None, platform: str) -> float:
+def step_timeout(setting: float | None, platform: str, nnodes: int = 1) -> float:
     """``--step-timeout``, or the platform's own. 0: no watchdog."""
     if setting is not None:
         return setting
-    return GPU_TIMEOUT if platform == "gpu" else CPU_TIMEOUT
+    if platform != "gpu":
+        return CPU_TIMEOUT
+    return GPU_TIMEOUT if nnodes == 1 else HOSTS_TIMEOUT
 
 
 class Watchdog:

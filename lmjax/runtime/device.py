@@ -42,6 +42,11 @@ class Device:
         self._tokens, self._tables, self._sampling = state.tokens, state.tables, state.sampling
         self._programs = programs
 
+    @property
+    def keys(self) -> list[Hashable]:
+        """Of all programs, in an order that is the same in every process."""
+        return sorted(self._programs, key=repr)
+
     def run(self, calls: Sequence[Call]) -> Outputs:
         """Dispatches a step's programs, its one forward among them, and the copy of their result to the host."""
         outputs: Outputs | None = None

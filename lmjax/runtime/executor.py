@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lmjax.cluster.ranks import Ranks, join
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.core.plan import ExecutorInfo
 from lmjax.nn.env import Env
@@ -30,8 +31,18 @@ from lmjax.runtime.memory import (
     pool_is_set,
 )
 from lmjax.runtime.plan_costs import weights_of
-from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache
+from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache, writing_to_own_cache
 from lmjax.runtime.programs import all_programs
+from lmjax.runtime.ranks import (
+    Follower,
+    Leader,
+    check_equal,
+    engine_devices,
+    first_collective,
+    rank_facts,
+    sharing,
+    smallest,
+)
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve
 from lmjax.weights.loader import Spread, load_params
 from lmjax.weights.source import ModelSource, resolve_model
@@ -49,26 +60,9 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
     ``ConfigError`` for settings that don't fit the model or the machine and ``WeightError`` for a model that cannot be
     read.
     """
-    tell = progress or (lambda message: None)
-    config.validate()
-    configure_jax(config)
-    use_compilation_cache(config)
-    source = resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides or None)
-    platform, device_count = describe_platform()
-    resolved = _resolve(config, source, platform, target or device_target(jax.devices()[0]))
-    spec, dtype, kv_specs = resolved.spec, resolved.dtype, resolved.kv_specs
-    weights = weights_of(spec, dtype, resolved.num_devices, config.enable_expert_parallel).bytes
-    check_weights_fit(weights * (1 if platform == "gpu" else resolved.num_devices), _free_memory(resolved))
-    bundle = usable_bundle(resolved, resolved.devices, tell)
-    tell("loading weights")
-    params = _load(resolved, tell)
-
-    tell("sizing the KV pool")
-    plan, bundle = plan_memory(resolved, bundle, tell)
-    shapes = resolved.shapes(plan.num_blocks, plan.max_model_len)
-    buckets = resolved.buckets(plan.max_model_len)
-    programs = _make_programs(all_programs(shapes, buckets), bundle, resolved.devices, tell)
-    tell("allocating the KV pool")
+    made = _prepare(config, progress or (lambda message: None), target)
+    resolved, plan = made.resolved, made.plan
+    spec, kv_specs, buckets = resolved.spec, resolved.kv_specs, resolved.buckets(plan.max_model_len)
     return JaxExecutor(
         info=ExecutorInfo(
             kv_specs=kv_specs,
@@ -76,21 +70,20 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
             block_size=config.block_size,
             max_num_seqs=resolved.num_seqs,
             max_model_len=plan.max_model_len,
-            vocab_size=shapes.spec.vocab,
+            vocab_size=spec.vocab,
             max_logprobs=config.max_logprobs,
             token_buckets=buckets.token_buckets,
         ),
         model_info=ModelInfo(
-            path=str(source.path),
+            path=str(resolved.source.path),
             model_type=spec.model_type,
-            dtype=dtype,
-            platform=platform,
-            device_count=device_count,
-            config=source.config,
-            generation_config=source.generation_config,
+            dtype=resolved.dtype,
+            platform=resolved.platform,
+            device_count=made.device_count,
+            config=resolved.source.config,
+            generation_config=resolved.source.generation_config,
         ),
-        # the pools come last: what compiling took is free again, and they are never moved
-        device=Device(params, state=_zeros(shapes.state()), pools=_zeros(shapes.pools()), programs=programs),
+        device=Leader(made.device, made.ranks) if made.ranks else made.device,
         packer=InputPacker(
             buckets,
             max_num_seqs=resolved.num_seqs,
@@ -101,16 +94,58 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
     )
 
 
+def build_follower(config: EngineConfig, progress: Progress | None = None) -> Follower:
+    """As ``build_executor``, on the ranks that run what rank 0's executor does."""
+    made = _prepare(config, progress or (lambda message: None), None)
+    assert made.ranks is not None
+    return Follower(made.device, made.ranks)
+
+
+class _Made(NamedTuple):
+    resolved: Resolved
+    plan: KVPlan
+    device: Device
+    device_count: int
+    ranks: Ranks | None
+
+
+def _prepare(config: EngineConfig, tell: Progress, target: Target | None) -> _Made:
+    config.validate()
+    configure_jax(config)
+    ranks = join(config, tell)
+    use_compilation_cache(config)
+    source = resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides or None)
+    platform, device_count = describe_platform()
+    resolved = _resolve(config, source, platform, target or device_target(jax.local_devices()[0]))
+    spec, dtype = resolved.spec, resolved.dtype
+    if ranks:
+        check_equal(ranks, rank_facts(resolved))
+    weights = weights_of(spec, dtype, resolved.num_devices, config.enable_expert_parallel).bytes
+    check_weights_fit(weights * (1 if platform == "gpu" else sharing(resolved, ranks)), _free_memory(resolved))
+    bundle = usable_bundle(resolved, resolved.devices, tell)
+    tell("loading weights")
+    params = _load(resolved, tell)
+
+    tell("sizing the KV pool")
+    plan, bundle = plan_memory(resolved, bundle, tell, ranks)
+    shapes = resolved.shapes(plan.num_blocks, plan.max_model_len)
+    buckets = resolved.buckets(plan.max_model_len)
+    with writing_to_own_cache():
+        programs = _make_programs(all_programs(shapes, buckets), bundle, resolved.devices, tell)
+    if ranks:
+        assert resolved.placement is not None
+        first_collective(ranks, resolved.placement.mesh)
+    tell("allocating the KV pool")
+    # the pools come last: what compiling took is free again, and they are never moved
+    device = Device(params, state=_zeros(shapes.state()), pools=_zeros(shapes.pools()), programs=programs)
+    return _Made(resolved, plan, device, device_count, ranks)
+
+
 def _resolve(config: EngineConfig, source: ModelSource, platform: str, target: Target) -> Resolved:
     attention: Any = config.attention_backend
     if config.tensor_parallel_size == 1:
         return resolve(config, source, platform, Env(target, attention))
-    devices = jax.devices()
-    if len(devices) < config.tensor_parallel_size:
-        raise ConfigError(
-            f"--tensor-parallel-size: got {config.tensor_parallel_size}, but there are {len(devices)} devices"
-        )
-    placement = Placement(make_mesh(devices[: config.tensor_parallel_size]), config.enable_expert_parallel)
+    placement = Placement(make_mesh(engine_devices(config)), config.enable_expert_parallel)
     return resolve(config, source, platform, placement.env(target, attention), placement)
 
 
@@ -122,16 +157,22 @@ def _load(resolved: Resolved, tell: Progress) -> Any:
     return load_params(source, spec, resolved.dtype, config.load_format, config.seed, _in_tenths(tell), spread)
 
 
-def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tuple[KVPlan, Bundle | None]:
-    """The pool's size, and the bundle if its programs are for that size: it has the last word where its pool fits."""
+def plan_memory(
+    resolved: Resolved, bundle: Bundle | None, tell: Progress, ranks: Ranks | None = None
+) -> tuple[KVPlan, Bundle | None]:
+    """The pool's size, and the bundle if its programs are for that size: it has the last word where its pool fits.
+
+    Of several ranks the one with the least room decides.
+    """
     config, platform = resolved.config, resolved.platform
     available = _free_memory(resolved)
     if platform == "gpu":
-        limit, used = _device_memory(resolved.devices)
+        limit, used = _device_memory(resolved.local_devices)
         budget = gpu_pool_budget(limit, used, bundle.pool.program_bytes if bundle else program_bytes(resolved))
     else:
-        available //= resolved.num_devices  # which share it
-        budget = cpu_pool_budget(available * resolved.num_devices) // resolved.num_devices
+        num_sharing = sharing(resolved, ranks)
+        budget = cpu_pool_budget(available) // num_sharing
+        available //= num_sharing
     kv_specs = resolved.device_kv_specs
 
     def size(num_blocks: tuple[int, ...] | None = None) -> KVPlan:
@@ -147,6 +188,8 @@ def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tu
         )
 
     plan = size()
+    if ranks:
+        plan = size(smallest(ranks, "blocks", plan.num_blocks))
     if bundle and plan.num_blocks != bundle.pool.num_blocks:
         wanted, room = pool_bytes(kv_specs, bundle.pool.num_blocks, config.block_size), plan.num_bytes
         try:
@@ -200,7 +243,7 @@ def _free_memory(resolved: Resolved) -> int:
     """On each device; CPU devices share what there is."""
     if resolved.platform != "gpu":
         return available_memory()
-    limit, used = _device_memory(resolved.devices)
+    limit, used = _device_memory(resolved.local_devices)
     return limit - used
 
 

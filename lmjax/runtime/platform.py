@@ -24,7 +24,7 @@ def configure_jax(config: EngineConfig) -> None:
     if nvidia_card_present():
         gpu_settings.apply(config.gpu_memory_utilization)
     elif config.tensor_parallel_size > 1:
-        _set_cpu_devices(config.tensor_parallel_size)
+        _set_cpu_devices(config.tensor_parallel_size // config.nnodes)
     # weights + pool above 80 % of a card is our normal state; XLA would recompute activations to save memory there
     jax.config.update("jax_compiler_enable_remat_pass", False)
 
@@ -41,6 +41,8 @@ def _set_cpu_devices(count: int) -> None:
 def use_compilation_cache(config: EngineConfig) -> Path:
     """Points JAX's persistent cache to a private directory and returns it."""
     path = compilation_cache_dir(config)
+    if config.node_rank:  # the hosts may share a file system, and two writers of one entry could spoil it
+        path = path / f"rank{config.node_rank}"
     make_private_dir(path)
     if jax.config.values["jax_compilation_cache_dir"] != str(path):
         jax.config.update("jax_compilation_cache_dir", str(path))
@@ -68,6 +70,19 @@ def no_compilation_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def writing_to_own_cache() -> Iterator[None]:
+    """Of several processes JAX lets the first alone write its cache. The others have directories of their own here
+    (``use_compilation_cache``), and would compile anew at every start."""
+    from jax._src.distributed import global_state
+
+    before, global_state.process_id = global_state.process_id, 0
+    try:
+        yield
+    finally:
+        global_state.process_id = before
 
 
 def compilation_cache_dir(config: EngineConfig) -> Path:
@@ -117,7 +132,7 @@ def nvidia_card_present() -> bool:
 
 def describe_platform() -> tuple[str, int]:
     """Platform ("cpu", "gpu") and number of devices; logs them, loudly where an NVIDIA card stays unused."""
-    devices = jax.devices()
+    devices = jax.local_devices()
     platform = "gpu" if devices[0].platform in ("gpu", "cuda", "rocm") else devices[0].platform
     log.info("running on %s: %s (jax %s)", platform, devices[0].device_kind, jax.__version__)
     if platform == "cpu" and nvidia_card_present():
@@ -127,4 +142,4 @@ def describe_platform() -> tuple[str, int]:
             "JAX_PLATFORMS is not set to cpu (it is %r). ***",
             os.environ.get("JAX_PLATFORMS"),
         )
-    return platform, len(devices)
+    return platform, jax.device_count()

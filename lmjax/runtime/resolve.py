@@ -49,6 +49,11 @@ class Resolved:
         return list(self.placement.mesh.devices.flat) if self.placement else jax.devices()[:1]
 
     @property
+    def local_devices(self) -> list[jax.Device]:
+        """Those of this process."""
+        return [device for device in self.devices if device.process_index == jax.process_index()]
+
+    @property
     def num_devices(self) -> int:
         return self.placement.size if self.placement else 1
 

@@ -1,0 +1,173 @@
+"""The processes of one engine, one a host: finding each other through ``jax.distributed``, and talking afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from lmjax.cluster.channel import Link, check_own, connect, listen, resolve_address
+from lmjax.cluster.messages import Order, Step, Stop
+from lmjax.cluster.pulse import Ending, Pulse, say_and_leave
+from lmjax.config import ConfigError, EngineConfig
+
+log = logging.getLogger("lmjax.cluster")
+
+KEY = "LMJAX_CLUSTER_KEY"
+START = 1800  # seconds until the last rank may have come: one may have weights to download first
+MEET = 60.0  # seconds for the channel to open
+FOR_EVER = 10**9  # milliseconds: whoever is waited for is watched by the heartbeat
+HEARTBEAT = 60  # seconds; JAX's own service, should all of ours fail
+LOOK_AROUND = 4.0  # seconds in which a lost rank is found out, where it ended
+SHUTDOWN = 10  # seconds in which the ranks must meet to end together
+
+_joined: Ranks | None = None
+
+
+class Ranks:
+    """This process among the ``count`` of its engine. Rank 0 sends orders, the others receive them."""
+
+    def __init__(self, rank: int, count: int, client: Any, links: list[Link], end: Ending):
+        self.rank, self.count = rank, count
+        self.on_this_host = 1  # ranks that share this host's memory
+        self._left = False
+        self._client, self._links = client, links
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Order).decode
+        self.pulse = Pulse(rank, links, end)
+
+    def exchange(self, name: str, value: str) -> list[str]:
+        """Every rank's value, in their order. Each rank calls it with the same names, each once."""
+        self._client.key_value_set(f"lmjax/{name}/{self.rank}", value)
+        return [self._client.blocking_key_value_get(f"lmjax/{name}/{r}", FOR_EVER) for r in range(self.count)]
+
+    def send(self, order: Step | Stop) -> None:
+        """To all others. Never blocks."""
+        packed = self._encode(order)
+        for link in self._links:
+            link.orders.send(packed)
+        if isinstance(order, Step):
+            self.pulse.taken = order.number
+
+    def has_order(self, seconds: float) -> bool:
+        """Whether ``receive`` would return at once; waits up to so long for that."""
+        return bool(self._links[0].orders.poll(int(seconds * 1000)))
+
+    def receive(self) -> Step | Stop:
+        """The next order of rank 0; waits for it."""
+        return self._decode(self._links[0].orders.recv())
+
+    def failed(self, message: str, config: bool = False) -> None:
+        """This rank had an error: all ranks end. Does not return.
+
+        The error may follow from another rank's loss (a broken collective): then that is what is told.
+        """
+        if not config:
+            self.pulse.verdict(LOOK_AROUND)
+        self.pulse.fail(f"rank {self.rank}: {message}", config)
+
+    def hung(self, message: str) -> None:
+        """As ``failed``, where a step does not end."""
+        self.pulse.fail(f"rank {self.rank}: {message}; {self.pulse.states()}")
+
+    def leave(self) -> None:
+        """The ranks end together: rank 0 calls it first. May be called twice."""
+        import jax
+
+        if self._left:
+            return
+        self._left = True
+        self.pulse.stop()
+        if self.rank == 0:
+            self.send(Stop())
+        for link in self._links:
+            link.close()
+        jax.distributed.shutdown()
+
+
+def join(config: EngineConfig, tell: Callable[[str], None], end: Ending = say_and_leave) -> Ranks | None:
+    """Meets the other ranks; None where there are none. Once a process: later calls return the same.
+
+    end: see ``Pulse``. Raises ``ConfigError`` for an address that cannot be used.
+    """
+    global _joined
+    if config.nnodes == 1 or _joined is not None:
+        return _joined
+    assert config.node_rank is not None and config.master_addr is not None
+    address = resolve_address(config.master_addr, config.master_port)
+    if config.node_rank == 0:
+        check_own(address, config.master_addr, config.master_port)
+    client = _initialize(config, address, tell)
+    links = _open(config, address, client)
+    _joined = Ranks(config.node_rank, config.nnodes, client, links, end)
+    _meet(_joined)
+    hosts = _joined.exchange("host", _host_id())
+    _joined.on_this_host = hosts.count(hosts[config.node_rank])
+    tell(f"rank {config.node_rank} of {config.nnodes} has joined")
+    return _joined
+
+
+def _initialize(config: EngineConfig, address: str, tell: Callable[[str], None]) -> Any:
+    import jax
+    from jax._src import distributed  # its key-value store has no public name
+
+    where = f"[{address}]:{config.master_port}" if ":" in address else f"{address}:{config.master_port}"
+    others = "the other ranks" if config.node_rank == 0 else "rank 0"
+    tell(f"rank {config.node_rank} of {config.nnodes} waits for {others} at {where} (up to {START // 60} minutes)")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
+    jax.distributed.initialize(
+        where,
+        config.nnodes,
+        config.node_rank,
+        cluster_detection_method="deactivate",
+        initialization_timeout=START,
+        heartbeat_timeout_seconds=HEARTBEAT,
+        shutdown_timeout_seconds=SHUTDOWN,
+        coordinator_bind_address=where,
+    )
+    return distributed.global_state.client
+
+
+def _open(config: EngineConfig, address: str, client: Any) -> list[Link]:
+    """The channel. Its key is ``LMJAX_CLUSTER_KEY``; without one rank 0 draws it and tells it over JAX's store."""
+    given, context = os.environ.get(KEY), zmq.Context(1)
+    if config.node_rank == 0:
+        key = given or secrets.token_hex(32)
+        links, ports = listen(context, address, key, list(range(1, config.nnodes)))
+        for rank, pair in ports.items():
+            client.key_value_set(f"lmjax/ports/{rank}", pair)
+        client.key_value_set("lmjax/key", "given" if given else key)
+        return links
+    told = client.blocking_key_value_get("lmjax/key", FOR_EVER)
+    if (told == "given") != bool(given):
+        with_it, without = (0, config.node_rank) if told == "given" else (config.node_rank, 0)
+        raise ConfigError(f"{KEY}: is set on rank {with_it} and not on rank {without}: on all hosts or on none")
+    ports = client.blocking_key_value_get(f"lmjax/ports/{config.node_rank}", FOR_EVER)
+    return [connect(context, address, given or told, ports)]
+
+
+def _meet(ranks: Ranks) -> None:
+    deadline = time.monotonic() + MEET
+    while missing := ranks.pulse.unmet():
+        if time.monotonic() > deadline:
+            ranks.pulse.fail(
+                f"rank {ranks.rank} and rank {missing[0]} cannot talk: is {KEY} the same on both hosts, and do they "
+                "reach each other's ports?"
+            )
+        time.sleep(0.05)
+
+
+def _host_id() -> str:
+    """Equal in all processes of a machine, until it boots."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
