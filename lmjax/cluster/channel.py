@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import socket
+import time
 from dataclasses import dataclass
 
 import zmq
@@ -105,14 +106,32 @@ def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def resolve_address(name: str, port: int) -> str:
-    """The IP address of ``--master-addr`` as this host sees it, one that other hosts can reach where it has such."""
-    try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"--master-addr: got {name}: {error.strerror}") from None
+def resolve_address(name: str, port: int, seconds: float) -> str:
+    """The IP address of ``--master-addr`` as this host sees it, one that other hosts can reach where it has such.
+
+    A name may be unknown for a while: clusters publish it as its host comes up. Raises ``ConfigError`` after so long.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"--master-addr: got {name}: {error.strerror}") from None
+            time.sleep(1.0)
     addresses = [str(entry[4][0]) for entry in found]
-    return next((a for a in addresses if not ipaddress.ip_address(a.split("%")[0]).is_loopback), addresses[0])
+    reachable = [address for address in addresses if not _is_loopback(address)]
+    if not reachable and name != "localhost" and not _is_loopback(name):
+        raise ConfigError(f"--master-addr: {name} is {addresses[0]} here, which no other host reaches; give an address")
+    return (reachable or addresses)[0]
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.split("%")[0]).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def check_own(address: str, name: str, port: int) -> None:

@@ -6,6 +6,7 @@ called off, so the end is ``os._exit``: nothing that waits for a device or for J
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -26,7 +27,7 @@ log = logging.getLogger("lmjax.cluster")
 
 PERIOD = 1.0  # seconds between beats
 SILENCE = 15.0  # without a beat for so long: stopped, hung, or its host is gone
-BROKEN = 2.0  # a connection that broke may come back for so long: zmq connects anew by itself
+BROKEN = 1.0  # seconds for what came last before a connection broke
 IDLE = 20.0  # a rank that has finished all it took, and takes no further step for so long, hangs
 LOST = 5  # exit status where another rank is lost
 
@@ -92,11 +93,17 @@ class Pulse:
             failed = Failed(f"rank {self._rank}: the heartbeat failed: {type(error).__name__}: {error}")
         if failed is None:
             return
-        for peer in self._peers:
-            peer.link.words.send(self._encode(failed))
+        self._say(failed)
         time.sleep(0.3)  # they leave before this process breaks their connections to it
-        self._end(failed.message, failed.config)
-        os._exit(LOST)
+        try:
+            self._end(failed.message, failed.config)
+        finally:
+            os._exit(LOST)
+
+    def _say(self, word: Beat | Failed) -> None:
+        for peer in self._peers:
+            with contextlib.suppress(zmq.Again):  # its connection is broken
+                peer.link.words.send(self._encode(word), zmq.NOBLOCK)
 
     def _watch(self) -> Failed | None:
         poller = zmq.Poller()
@@ -108,8 +115,7 @@ class Pulse:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + PERIOD
-                for peer in self._peers:
-                    peer.link.words.send(self._encode(Beat(self.taken, self.done)))
+                self._say(Beat(self.taken, self.done))
             ready = dict(poller.poll(100))
             for peer in self._peers:
                 if failed := self._look(peer, ready):

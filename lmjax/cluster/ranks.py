@@ -23,6 +23,7 @@ log = logging.getLogger("lmjax.cluster")
 
 KEY = "LMJAX_CLUSTER_KEY"
 START = 1800  # seconds until the last rank may have come: one may have weights to download first
+NAMED = 120.0  # seconds for rank 0's host to get its name
 MEET = 60.0  # seconds for the channel to open
 FOR_EVER = 10**9  # milliseconds: whoever is waited for is watched by the heartbeat
 HEARTBEAT = 60  # seconds; JAX's own service, should all of ours fail
@@ -50,10 +51,13 @@ class Ranks:
         return [self._client.blocking_key_value_get(f"lmjax/{name}/{r}", FOR_EVER) for r in range(self.count)]
 
     def send(self, order: Step | Stop) -> None:
-        """To all others. Never blocks."""
+        """To all others. Never blocks; ``RuntimeError`` where a connection is broken."""
         packed = self._encode(order)
         for link in self._links:
-            link.orders.send(packed)
+            try:
+                link.orders.send(packed, zmq.NOBLOCK)
+            except zmq.Again:
+                raise RuntimeError(f"rank {link.rank} cannot be reached") from None
         if isinstance(order, Step):
             self.pulse.taken = order.number
 
@@ -62,8 +66,11 @@ class Ranks:
         return bool(self._links[0].orders.poll(int(seconds * 1000)))
 
     def receive(self) -> Step | Stop:
-        """The next order of rank 0; waits for it."""
-        return self._decode(self._links[0].orders.recv())
+        """The next order of rank 0; waits for it. ``RuntimeError`` where a step is missing."""
+        order = self._decode(self._links[0].orders.recv())
+        if isinstance(order, Step) and order.number != self.pulse.taken + 1:
+            raise RuntimeError(f"step {order.number} came after step {self.pulse.taken}")
+        return order
 
     def failed(self, message: str, config: bool = False) -> None:
         """This rank had an error: all ranks end. Does not return.
@@ -87,10 +94,17 @@ class Ranks:
         self._left = True
         self.pulse.stop()
         if self.rank == 0:
-            self.send(Stop())
+            try:
+                self.send(Stop())
+            except RuntimeError as error:  # it has ended already
+                log.warning("%s", error)
         for link in self._links:
             link.close()
         jax.distributed.shutdown()
+
+
+def joined() -> Ranks | None:
+    return _joined
 
 
 def join(config: EngineConfig, tell: Callable[[str], None], end: Ending = say_and_leave) -> Ranks | None:
@@ -102,7 +116,7 @@ def join(config: EngineConfig, tell: Callable[[str], None], end: Ending = say_an
     if config.nnodes == 1 or _joined is not None:
         return _joined
     assert config.node_rank is not None and config.master_addr is not None
-    address = resolve_address(config.master_addr, config.master_port)
+    address = resolve_address(config.master_addr, config.master_port, NAMED)
     if config.node_rank == 0:
         check_own(address, config.master_addr, config.master_port)
     client = _initialize(config, address, tell)

@@ -241,8 +241,8 @@ class AsyncEngine:
             self._loop.call_later(0.02, self._after_exit, code, deadline)
             return
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        verdict = self._process.verdict if self._process else None
-        self._die(verdict or f"the engine process {how}", EngineDeadError)
+        assert self._process is not None
+        self._die(self._process.verdict or f"{self._process.name} {how}", EngineDeadError)
 
     def _die(self, reason: str, kind: type[Exception]) -> None:
         if self._dead is not None:

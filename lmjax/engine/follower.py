@@ -19,6 +19,7 @@ from lmjax.weights.source import resolve_model
 log = logging.getLogger("lmjax.engine")
 
 _POLL = 0.2  # seconds between looks at the process
+_START_GRACE = 3.0  # seconds, while it is starting
 _LAST_WORDS = 0.5  # seconds to wait for a dead process's last message
 
 
@@ -46,24 +47,24 @@ def run_follower(config: EngineConfig, grace: float) -> int:
 def _watch(
     process: EngineProcess, config: EngineConfig, exits: queue.SimpleQueue[int], signals: list[int], grace: float
 ) -> int:
-    following, deadline = False, None
+    following, asked = False, None
     while exits.empty():
         time.sleep(_POLL)
         for message in _messages(process, config.node_rank):
             following |= isinstance(message, Following)
         if not signals:
             continue
-        if deadline is None:
-            deadline = time.monotonic() + (grace if following else 0.0)
+        if asked is None:
+            asked = time.monotonic()
             log.info("rank %s: goes on until rank 0 ends, at most %g s", config.node_rank, grace)
-        if len(signals) > 1 or time.monotonic() > deadline:
+        if len(signals) > 1 or time.monotonic() - asked > (grace if following else _START_GRACE):
             return 1 if following else 0
     code = exits.get()
+    if code == 0 or (signals and not following):  # a start that was called off ends as rank 0 happens to end
+        return 0
     time.sleep(_LAST_WORDS)
     _messages(process, config.node_rank)
-    if code == 0:
-        return 0
-    raise EngineDeadError(process.verdict or _reason(config.node_rank, code))
+    raise EngineDeadError(process.verdict or _reason(process.name, config.node_rank, code))
 
 
 def _messages(process: EngineProcess, rank: int | None) -> list[Any]:
@@ -81,8 +82,8 @@ def _messages(process: EngineProcess, rank: int | None) -> list[Any]:
     return found
 
 
-def _reason(rank: int | None, code: int) -> str:
+def _reason(name: str, rank: int | None, code: int) -> str:
     if code == -signal.SIGABRT:  # JAX's service lives in rank 0's process; its clients abort when they lose it
         return f"rank 0 is lost: JAX's service there is gone and has ended rank {rank} (signal {-code})"
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return f"the process of rank {rank} {how}"
+    return f"{name} {how}"

@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from lmjax.cluster.ranks import Ranks, join
+from lmjax.cluster.ranks import Ranks, join, joined
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.records import AbortRequest, AddRequest, Dead, Following, Inbound, Outbound, Progress, Ready, Shutdown
 from lmjax.engine.vital_signs import SILENCE, VitalSigns
@@ -71,6 +71,7 @@ class EngineProcess:
         self._inbox = _socket(self._context, zmq.PULL, f"{base}/out", bind=True)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Outbound).decode
+        self.name = "the engine process" if config.nnodes == 1 else f"the engine process of rank {config.node_rank}"
         self.verdict: str | None = None  # why the child was killed, if it was from here
         # on one host the engine may be stopped and go on (in a debugger); others would wait for it meanwhile
         mine, childs = os.pipe() if config.nnodes > 1 else (None, None)
@@ -142,7 +143,7 @@ class EngineProcess:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _silent(self) -> None:
-        self.verdict = f"the engine's process gave no sign of life for {SILENCE:g} s: it is stopped, or hangs"
+        self.verdict = f"{self.name} gave no sign of life for {SILENCE:g} s: it is stopped, or hangs"
         self._child.kill()
 
     def _wait(self, on_exit: Callable[[int], None]) -> None:
@@ -306,7 +307,10 @@ def look_after_parent(parent: int, signs: int | None, channel: Channel) -> None:
         os._exit(3)
 
     def silent() -> None:
-        channel.last_words(f"the front end gave no sign of life for {SILENCE:g} s: it is stopped, or hangs")
+        message = f"the front end gave no sign of life for {SILENCE:g} s: it is stopped, or hangs"
+        if ranks := joined():
+            ranks.pulse.fail(f"rank {ranks.rank}: {message}")
+        channel.last_words(message)
 
     VitalSigns(signs, sys.stdin.fileno(), silent if signs is not None else None, ended, lambda: os.getppid() == parent)
 
