@@ -32,6 +32,9 @@ class Link:
     monitor: zmq.Socket
 
     def close(self) -> None:
+        """May be called twice."""
+        if self.words.closed:
+            return
         self.words.disable_monitor()
         self.monitor.close(linger=0)
         self.orders.close(linger=LINGER)

@@ -60,12 +60,21 @@ def settings(gpu_memory_utilization: float) -> tuple[Setting, ...]:
     )
 
 
-def apply(gpu_memory_utilization: float, environ: MutableMapping[str, str] = os.environ) -> list[Setting]:
+SEVERAL_HOSTS = Setting(
+    "xla_gpu_shard_autotuning",
+    "false",
+    "each rank tunes by itself: else one whose compile cache is cold waits for ever for one whose cache is warm",
+)
+
+
+def apply(
+    gpu_memory_utilization: float, environ: MutableMapping[str, str] = os.environ, nnodes: int = 1
+) -> list[Setting]:
     """Sets what is not set yet; returns what it has set. Read when JAX's backend starts, so call it before."""
     if environ.get(SWITCH, "").lower() in ("off", "0", "false"):
         return []
     applied = []
-    for setting in settings(gpu_memory_utilization):
+    for setting in (*settings(gpu_memory_utilization), *((SEVERAL_HOSTS,) if nnodes > 1 else ())):
         if setting.is_flag:
             flags = environ.get("XLA_FLAGS", "")
             if f"--{setting.name}=" in flags or f"--{setting.name} " in flags + " ":

@@ -22,9 +22,11 @@ log = logging.getLogger(__name__)
 def configure_jax(config: EngineConfig) -> None:
     """Settings that must hold before the first program is built. Safe to call again."""
     if nvidia_card_present():
-        gpu_settings.apply(config.gpu_memory_utilization)
+        gpu_settings.apply(config.gpu_memory_utilization, nnodes=config.nnodes)
     elif config.tensor_parallel_size > 1:
         _set_cpu_devices(config.tensor_parallel_size // config.nnodes)
+        if config.nnodes > 1:
+            _let_cpus_wait()
     # weights + pool above 80 % of a card is our normal state; XLA would recompute activations to save memory there
     jax.config.update("jax_compiler_enable_remat_pass", False)
 
@@ -36,6 +38,14 @@ def _set_cpu_devices(count: int) -> None:
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # it was used already
             jax.config.update("jax_num_cpu_devices", count)
+
+
+def _let_cpus_wait() -> None:
+    """XLA ends a process in which one device waits 40 s for another's collective; one that waits for a slow host
+    may, and a lost host is found out by the heartbeat."""
+    name, flags = "xla_cpu_collective_call_terminate_timeout_seconds", os.environ.get("XLA_FLAGS", "")
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}=3600".strip()
 
 
 def use_compilation_cache(config: EngineConfig) -> Path:

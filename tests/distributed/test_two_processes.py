@@ -1,0 +1,146 @@
+"""2 processes x 2 devices over gloo, as ``launch_local.sh`` starts them: one device's answers, and a common end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.distributed.cluster import FLAGS, Cluster, flags, free_port, start
+from tests.fixtures import model_dir
+from tests.server.http_checks import at_once
+from tests.server.live_server import ROOT, LiveServer
+
+pytestmark = pytest.mark.timeout(900)
+LONG = "the quick brown fox jumps over the lazy dog"  # more than two blocks
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    server = start()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LiveServer]:
+    server = LiveServer("RAND", flags())
+    yield server
+    server.close()
+
+
+def bodies() -> list[dict[str, Any]]:
+    common = {"max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+    sampled = common | {"temperature": 1.0}
+    return [
+        common | {"prompt": LONG, "logprobs": 2},
+        common | {"prompt": LONG + " again", "logprobs": 2},
+        sampled | {"prompt": LONG, "seed": 7, "n": 3, "logprobs": 1},
+        sampled | {"prompt": "hello", "seed": 8, "top_p": 0.8, "repetition_penalty": 1.3, "max_tokens": 70},
+        sampled | {"prompt": LONG + " a", "seed": 9, "top_k": 20, "frequency_penalty": 0.5},
+        common | {"prompt": LONG, "echo": True, "logprobs": 1, "max_tokens": 4},
+        sampled | {"prompt": "b" * 40, "seed": 10, "min_p": 0.02, "logit_bias": {"97": 3}},
+        common | {"prompt": "c", "max_tokens": 90},
+    ]
+
+
+def test_answers_are_those_of_one_device(cluster: Cluster, alone: LiveServer) -> None:
+    """Prefix hits, preemption, log-probabilities, seeded sampling and n > 1 at once."""
+    asked = bodies()
+    for server in (alone, cluster):
+        assert server.complete(prompt=LONG, max_tokens=1).status == 200  # a prefix to hit
+    found = {
+        name: at_once(lambda body, server=server: server.complete(**body), asked)
+        for name, server in (("alone", alone), ("cluster", cluster))
+    }
+    for body, one, many in zip(asked, found["alone"], found["cluster"], strict=True):
+        assert one.status == many.status == 200, (body, many.body[:300])
+        for a, b in zip(one.json["choices"], many.json["choices"], strict=True):
+            assert a["token_ids"] == b["token_ids"], body
+            if a["logprobs"]:
+                ours, theirs = (x["logprobs"]["token_logprobs"] for x in (a, b))
+                assert [x or 0.0 for x in theirs] == pytest.approx([x or 0.0 for x in ours], abs=1e-4)
+    numbers = cluster.metrics()
+    assert numbers["num_preemptions_total"] > 0 and numbers["prefix_cache_hits_total"] > 0, numbers
+    assert numbers["compiles_total"] == 0, numbers
+    said = cluster.logged()
+    assert "rank 1 of 2: no HTTP server here" in said and "[Gloo]" in said
+
+
+def streaming(server: Cluster) -> tuple[threading.Thread, list[bytes]]:
+    """A request that is under way."""
+    got: list[bytes] = []
+    body = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "stream": True}
+    thread = threading.Thread(target=lambda: got.append(server.complete(**body, n=4).body))
+    thread.start()
+    time.sleep(0.3)
+    return thread, got
+
+
+def end_by(cluster: Cluster, victim: str, number: int, message: str) -> None:
+    """The signal to that process ends all within 30 s; the log has the message, and the client an error."""
+    thread, got = streaming(cluster)
+    since = time.monotonic()
+    os.kill(cluster.processes()[victim], number)
+    status = cluster.ended_in(30.0)
+    print(f"{victim} signal {number}: all ended after {time.monotonic() - since:.1f} s")
+    thread.join(5)
+    assert status != 0
+    assert message in cluster.logged(), cluster.logged()[-3000:]
+    if victim != "front 0":
+        assert b"error" in got[0][-400:], got
+
+
+def test_kill_9_of_a_rank_ends_all(cluster: Cluster) -> None:
+    end_by(cluster, "engine 1", signal.SIGKILL, "the engine is dead: rank 1 is lost")
+
+
+def test_a_stopped_rank_ends_all() -> None:
+    server = start(devices=1)
+    try:
+        end_by(server, "engine 1", signal.SIGSTOP, "the engine is dead: rank 1 is lost: rank 0 has not heard of it")
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "number", "message"),
+    [
+        ("engine 0", signal.SIGKILL, "rank 0 is lost"),
+        ("engine 0", signal.SIGSTOP, "the engine process of rank 0 gave no sign of life"),
+        ("front 0", signal.SIGKILL, "rank 0 is lost"),
+        ("front 0", signal.SIGSTOP, "rank 0: the front end gave no sign of life"),
+        ("front 1", signal.SIGKILL, "rank 1 is lost"),
+        ("front 1", signal.SIGSTOP, "rank 1: the front end gave no sign of life"),
+    ],
+)
+def test_whichever_process_it_is(victim: str, number: int, message: str) -> None:
+    server = start(devices=1)
+    try:
+        end_by(server, victim, number, message)
+    finally:
+        server.close()
+
+
+def test_settings_that_differ_are_named() -> None:
+    """On both ranks, before anything is loaded."""
+    port, ranks = free_port(), []
+    for rank in (0, 1):
+        changed = FLAGS | {"--max-num-seqs": str(4 + rank), "--port": "0", "--host": "127.0.0.1"}
+        hosts = {"--nnodes": "2", "--node-rank": str(rank), "--master-addr": "127.0.0.1", "--master-port": str(port)}
+        given = [part for pair in (changed | hosts).items() for part in pair]
+        command = [sys.executable, "-m", "lmjax.cli", "serve", "--model", str(model_dir("RAND")), *given]
+        command += ["--tensor-parallel-size", "2"]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    for text in said:
+        assert "--max-num-seqs: 4 on rank 0, 5 on rank 1" in text.splitlines()[-1], text
