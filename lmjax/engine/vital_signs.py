@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-PERIOD, SILENCE = 2.0, 15.0  # seconds
+PERIOD = 2.0  # seconds
+SILENCE = 18.0  # seconds; longer than between ranks, so that what is told of a stopped rank is the same everywhere
 
 
 class VitalSigns:

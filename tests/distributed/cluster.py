@@ -126,6 +126,5 @@ def _node_rank(pid: int) -> int:
     return int(next(line for line in environment if line.startswith("SLURM_PROCID=")).split("=")[1])
 
 
-def start(devices: int = 2, launcher: tuple[str, ...] | None = None, **changes: str) -> Cluster:
-    how = launcher or ("scripts/launch_local.sh", "2", str(devices))
-    return Cluster("RAND", flags(changes), launcher=how)
+def start(launcher: tuple[str, ...] = ("scripts/launch_local.sh", "2", "2"), **changes: str) -> Cluster:
+    return Cluster("RAND", flags(changes), launcher=launcher)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,9 +104,28 @@ def test_kill_9_of_a_rank_ends_all(cluster: Cluster) -> None:
     end_by(cluster, "engine 1", signal.SIGKILL, "the engine is dead: rank 1 is lost")
 
 
-def test_a_stopped_rank_ends_all() -> None:
-    server = start(devices=1)
+SRUN = """#!/usr/bin/env bash
+# srun as it starts two tasks of a job
+while [[ $1 == --* ]]; do shift; done
+for task in 0 1; do
+  SLURM_JOB_ID={job} SLURM_PROCID=$task SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost "$@" &
+  pids+=($!)
+done
+trap 'kill ${{pids[*]}}' TERM
+status=0
+for pid in ${{pids[*]}}; do wait $pid || status=$?; done
+exit $status
+"""
+
+
+def test_the_slurm_script_and_a_stopped_rank(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(SRUN.format(job=random.randrange(4096)))
+    srun.chmod(0o755)
+    launcher = ("env", f"PATH={tmp_path}:{os.environ['PATH']}", "bash", "scripts/launch_slurm.sbatch")
+    server = start(launcher=launcher, **{"--tensor-parallel-size": "4"})
     try:
+        assert server.complete(prompt="hello", max_tokens=8).status == 200
         end_by(server, "engine 1", signal.SIGSTOP, "the engine is dead: rank 1 is lost: rank 0 has not heard of it")
     finally:
         server.close()
@@ -123,7 +144,7 @@ def test_a_stopped_rank_ends_all() -> None:
     ],
 )
 def test_whichever_process_it_is(victim: str, number: int, message: str) -> None:
-    server = start(devices=1)
+    server = start()
     try:
         end_by(server, victim, number, message)
     finally:
