@@ -74,7 +74,8 @@ class EngineConfig:
     )
     step_timeout: float | None = _opt(
         None,
-        "seconds after which an unfinished step is hung and ends the engine; 0: never (default: 60, with --nnodes 25, on a CPU 600)",
+        "seconds after which an unfinished step is hung and ends the engine; 0: never (default: 60, on GPUs of several "
+        "hosts 25, on a CPU 600)",
     )
     bundle: str | None = _opt(None, "directory of executables to start from (made by lmjax compile)")
     require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")

@@ -72,7 +72,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--nnodes", type=int, required=True, help="number of nodes, and of processes")
     parser.add_argument("--devices", type=int, default=8, help="devices of each node [8]")
     parser.add_argument("--gpus", action=argparse.BooleanOptionalAction, default=True, help="they are GPUs [on]")
-    parser.add_argument("--address", help="of the Ray cluster (default: the one that RAY_ADDRESS names, or a local one)")
+    parser.add_argument("--address", help="of the Ray cluster (default: RAY_ADDRESS, or a local one)")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for the nodes [300]")
     parser.add_argument("serve", nargs=argparse.REMAINDER, help="-- and flags of lmjax serve")
     options = parser.parse_args()

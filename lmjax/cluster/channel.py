@@ -72,7 +72,8 @@ def listen(context: zmq.Context, address: str, key: str, ranks: list[int]) -> tu
             end.curve_publickey, end.curve_secretkey = keys
             end.curve_server = True
             end.bind(f"tcp://{_host(address)}:*")
-            found.append(end.last_endpoint.decode().rsplit(":", 1)[1])
+            endpoint = end.getsockopt_string(zmq.LAST_ENDPOINT)
+            found.append(endpoint.rsplit(":", 1)[1])
         links.append(link)
         ports[rank] = " ".join(found)
     return links, ports

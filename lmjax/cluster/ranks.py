@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ import zmq
 
 from lmjax.cluster.channel import Link, check_own, connect, listen, resolve_address
 from lmjax.cluster.messages import Order, Step, Stop
-from lmjax.cluster.pulse import Ending, Pulse, say_and_leave
+from lmjax.cluster.pulse import LOST, Ending, Pulse, say_and_leave
 from lmjax.config import ConfigError, EngineConfig
 
 log = logging.getLogger("lmjax.cluster")
@@ -119,9 +121,10 @@ def join(config: EngineConfig, tell: Callable[[str], None], end: Ending = say_an
     address = resolve_address(config.master_addr, config.master_port, NAMED)
     if config.node_rank == 0:
         check_own(address, config.master_addr, config.master_port)
-    client = _initialize(config, address, tell)
+    client = _initialize(config, address, tell, end)
     links = _open(config, address, client)
     _joined = Ranks(config.node_rank, config.nnodes, client, links, end)
+    atexit.register(_joined.leave)
     _meet(_joined)
     hosts = _joined.exchange("host", _host_id())
     _joined.on_this_host = hosts.count(hosts[config.node_rank])
@@ -129,25 +132,36 @@ def join(config: EngineConfig, tell: Callable[[str], None], end: Ending = say_an
     return _joined
 
 
-def _initialize(config: EngineConfig, address: str, tell: Callable[[str], None]) -> Any:
+def _initialize(config: EngineConfig, address: str, tell: Callable[[str], None], end: Ending) -> Any:
     import jax
     from jax._src import distributed  # its key-value store has no public name
 
     where = f"[{address}]:{config.master_port}" if ":" in address else f"{address}:{config.master_port}"
     others = "the other ranks" if config.node_rank == 0 else "rank 0"
     tell(f"rank {config.node_rank} of {config.nnodes} waits for {others} at {where} (up to {START // 60} minutes)")
+    late = threading.Timer(START, _late, (f"rank {config.node_rank}: {others} did not come to {where} in time", end))
+    late.daemon = True
+    late.start()
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
     jax.distributed.initialize(
         where,
         config.nnodes,
         config.node_rank,
         cluster_detection_method="deactivate",
-        initialization_timeout=START,
+        initialization_timeout=START + 60,  # at its end JAX aborts the process
         heartbeat_timeout_seconds=HEARTBEAT,
         shutdown_timeout_seconds=SHUTDOWN,
         coordinator_bind_address=where,
     )
+    late.cancel()
     return distributed.global_state.client
+
+
+def _late(message: str, end: Ending) -> None:
+    try:
+        end(message, False)
+    finally:
+        os._exit(LOST)
 
 
 def _open(config: EngineConfig, address: str, client: Any) -> list[Link]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lmjax.config import ConfigError, EngineConfig
-from lmjax.engine.build import DEFAULT_EXECUTOR, Front, load_front
+from lmjax.engine.build import DEFAULT_EXECUTOR, Front, check_first_rank, load_front
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.process import EngineProcess, one_line
 from lmjax.engine.records import AbortRequest, AddRequest, Dead, Progress, Ready, Shutdown, StepRecord
@@ -71,6 +71,7 @@ class AsyncEngine:
         self = cls()
         self._progress, self._on_dead = progress, on_dead
         self._policy = config.validate().scheduling_policy
+        check_first_rank(config)
         try:
             # first: a model that is not there costs no process, and a download or unpacking is done only once
             front = front if front is not None else await asyncio.to_thread(_load_front, config)

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmjax.config import EngineConfig, SchedulerConfig
+from lmjax.config import ConfigError, EngineConfig, SchedulerConfig
 from lmjax.protocol import EngineInfo
 from lmjax.text.tokenizer import Tokenizer, load_tokenizer
 from lmjax.weights.generation import eos_token_ids, sampling_defaults
@@ -38,6 +38,14 @@ class Front(NamedTuple):
             model_type=self.model_type,
             eos_token_ids=tuple(token for token in self.eos_token_ids if token < info.vocab_size),
             default_sampling=self.default_sampling,
+        )
+
+
+def check_first_rank(config: EngineConfig) -> None:
+    """Requests go to rank 0; the others have no front end. Raises ``ConfigError``."""
+    if config.node_rank:
+        raise ConfigError(
+            f"--node-rank: got {config.node_rank}, must be 0 here; start the other ranks with lmjax serve --node-rank"
         )
 
 

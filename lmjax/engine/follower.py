@@ -1,5 +1,5 @@
-"""``lmjax serve`` on the ranks beside the first: no HTTP server and no scheduler, only the process that runs what rank 0
-says, watched until it ends."""
+"""``lmjax serve`` on the ranks beside the first: no HTTP server and no scheduler, only the process that runs what rank
+0 says, watched until it ends."""
 
 from __future__ import annotations
 

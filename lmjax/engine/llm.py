@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lmjax.config import ConfigError, EngineConfig, flag
-from lmjax.engine.build import DEFAULT_EXECUTOR, build_engine, load_front
+from lmjax.engine.build import DEFAULT_EXECUTOR, build_engine, check_first_rank, load_front
 from lmjax.engine.collect import Collector
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.records import AbortRequest, AddRequest, StepRecord
@@ -37,7 +37,8 @@ class LLM:
     """Loads a model and answers prompts: ``LLM("smollm2", max_num_seqs=8).generate(["Hello"])``.
 
     The keyword arguments are ``EngineConfig``'s fields. ``progress(line)`` says what is being done at the start.
-    Raises ``ConfigError`` for wrong settings, ``ValueError`` for a model that can't be loaded.
+    Raises ``ConfigError`` for wrong settings, ``ValueError`` for a model that can't be loaded. With ``nnodes`` this is
+    rank 0, and the process ends where another rank is lost (``docs/distributed.md``).
     """
 
     info: EngineInfo
@@ -52,6 +53,7 @@ class LLM:
         **settings: Any,
     ):
         self._config = _config(model, settings)
+        check_first_rank(self._config)
         front = load_front(self._config)
         self.tokenizer = front.tokenizer
         self._records: list[StepRecord] = []

@@ -164,7 +164,8 @@ def _spawn(extra: dict[str, str], descriptor: int | None) -> subprocess.Popen[by
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH")]))
     # -P: the working directory is no place to import from
     command = [sys.executable, "-P", "-m", "lmjax.engine.process"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=() if descriptor is None else (descriptor,))
+    passed = () if descriptor is None else (descriptor,)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=passed)
 
 
 # --- the child's side ---------------------------------------------------------------------------------------------
@@ -307,6 +308,8 @@ def look_after_parent(parent: int, signs: int | None, channel: Channel) -> None:
         os._exit(3)
 
     def silent() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(parent, signal.SIGKILL)  # stopped, it would stay for ever
         message = f"the front end gave no sign of life for {SILENCE:g} s: it is stopped, or hangs"
         if ranks := joined():
             ranks.pulse.fail(f"rank {ranks.rank}: {message}")

@@ -59,7 +59,8 @@ class Replicas:
 
         Raises ``ConfigError`` when the settings or the model are at fault, else ``EngineDeadError``.
         """
-        config.validate()
+        if config.validate().nnodes > 1:
+            raise ConfigError(f"--data-parallel-size: got {count}, must be 1 with --nnodes above 1")
         self = cls(config, executor)
         _devices_of(count - 1, count, config.tensor_parallel_size)
         try:

@@ -12,8 +12,8 @@ from lmjax.core.plan import ExecutorInfo, PromptLogprobs, StepPlan, StepResult
 from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
-from lmjax.runtime.ranks import Leader
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT
+from lmjax.runtime.ranks import Leader
 from lmjax.runtime.state import pack_copies, pack_slot
 from lmjax.sampling.params import needs_slot_state
 

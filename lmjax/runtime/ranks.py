@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,6 @@ from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.identity import digest, identity
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, aligned_zeros
 from lmjax.runtime.resolve import Resolved
-
 
 _LOOK = 0.02  # seconds between looks at what runs, while no order comes
 
@@ -90,7 +90,8 @@ class Follower:
     def _receive(self) -> Step | Stop:
         """The next order, taken as soon as it comes; what has run by then is counted."""
         while self._running and not self._ranks.has_order(_LOOK):
-            if self._running[0][0].last.is_ready():
+            last: Any = self._running[0][0].last
+            if last.is_ready():
                 self._finish()
         return self._ranks.receive()
 

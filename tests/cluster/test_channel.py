@@ -135,7 +135,7 @@ def test_a_rank_that_computes_does_not_hang(pair, monkeypatch):
 
 def test_addresses():
     assert resolve_address("localhost", 1, 0.0) in ("127.0.0.1", "::1")
-    with pytest.raises(ConfigError, match="--master-addr: got no.such.host.invalid"):
+    with pytest.raises(ConfigError, match=r"--master-addr: got no\.such\.host\.invalid"):
         resolve_address("no.such.host.invalid", 1, 0.0)
     with pytest.raises(ConfigError, match="--master-addr: rank 0 cannot listen on there"):
         check_own("192.0.2.1", "there", 29500)
@@ -144,7 +144,7 @@ def test_addresses():
 def test_a_name_that_only_this_host_reaches_is_refused(monkeypatch):
     """Debian gives a host's own name 127.0.1.1."""
     monkeypatch.setattr("socket.getaddrinfo", lambda *a, **k: [(2, 1, 6, "", ("127.0.1.1", 1))])
-    with pytest.raises(ConfigError, match="--master-addr: node1 is 127.0.1.1 here"):
+    with pytest.raises(ConfigError, match=r"--master-addr: node1 is 127\.0\.1\.1 here"):
         resolve_address("node1", 1, 0.0)
 
 

@@ -65,7 +65,7 @@ def test_what_is_found(given, environ, found):
             {k: v for k, v in OPEN_MPI.items() if "uri" not in k},
             "--master-addr: is missing: Open MPI tells nnodes, node_rank",
         ),
-        ({"nnodes": 2}, {"JOB_COMPLETION_INDEX": "1"}, "--master-addr: is missing: --nnodes 2 needs it; the Kubernetes"),
+        ({"nnodes": 2}, {"JOB_COMPLETION_INDEX": "1"}, "--master-addr: is missing: --nnodes 2 needs it; the Kub"),
     ],
 )
 def test_what_is_missing_is_named(given, environ, message):

@@ -1,4 +1,4 @@
-"""Runs as one of two processes of 2 CPU devices: loads a checkpoint on the mesh of all four and counts what it reads."""
+"""Runs as one of two processes of 2 CPU devices: loads a checkpoint on all four and counts what it reads."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import random
 import signal
@@ -80,7 +82,12 @@ def streaming(server: Cluster) -> tuple[threading.Thread, list[bytes]]:
     """A request that is under way."""
     got: list[bytes] = []
     body = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "stream": True}
-    thread = threading.Thread(target=lambda: got.append(server.complete(**body, n=4).body))
+
+    def read() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # where the server itself is killed
+            got.append(server.complete(**body, n=4).body)
+
+    thread = threading.Thread(target=read)
     thread.start()
     time.sleep(0.3)
     return thread, got
@@ -96,7 +103,7 @@ def end_by(cluster: Cluster, victim: str, number: int, message: str) -> None:
     thread.join(5)
     assert status != 0
     assert message in cluster.logged(), cluster.logged()[-3000:]
-    if victim != "front 0":
+    if victim.startswith("engine"):  # a stopped front end leaves its engine the time to finish
         assert b"error" in got[0][-400:], got
 
 
