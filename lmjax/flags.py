@@ -130,7 +130,7 @@ def add_options(parser: argparse.ArgumentParser, title: str, options: Iterable[O
     for option in options:
         help = option.help.replace("%", "%%")
         if option.default is not None and "(default" not in help:
-            shown = {True: "on", False: "off"}.get(option.default, option.default)
+            shown = ("off", "on")[option.default] if option.kind is bool else option.default
             help += f" [{shown}]"
         settings: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": help}
         if option.kind is bool:

@@ -21,6 +21,10 @@ if [[ ${1-} == -b ]]; then
   shift 2
 fi
 IFS=, read -r -a cards <<<"${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((processes * devices - 1)))}"
+if ((${#cards[@]} && ${#cards[@]} < processes * devices)); then # none: there shall be none
+  echo "launch_local: error: $processes x $devices devices, CUDA_VISIBLE_DEVICES names ${#cards[@]}" >&2
+  exit 2
+fi
 
 pids=()
 for ((rank = 0; rank < processes; rank++)); do

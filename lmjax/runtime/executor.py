@@ -98,7 +98,7 @@ def build_follower(config: EngineConfig, progress: Progress | None = None) -> Fo
     """As ``build_executor``, on the ranks that run what rank 0's executor does."""
     made = _prepare(config, progress or (lambda message: None), None)
     assert made.ranks is not None
-    return Follower(made.device, made.ranks)
+    return Follower(made.device, made.ranks, CompileMonitor(config.require_warm))
 
 
 class _Made(NamedTuple):

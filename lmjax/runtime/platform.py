@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def configure_jax(config: EngineConfig) -> None:
     """Settings that must hold before the first program is built. Safe to call again."""
-    if nvidia_card_present():
+    if nvidia_card_present() and os.environ.get("JAX_PLATFORMS") != "cpu":
         gpu_settings.apply(config.gpu_memory_utilization, nnodes=config.nnodes)
     elif config.tensor_parallel_size > 1:
         _set_cpu_devices(config.tensor_parallel_size // config.nnodes)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lmjax.cluster.messages import Step, Stop
 from lmjax.cluster.ranks import Ranks
 from lmjax.config import ConfigError, EngineConfig
+from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.identity import digest, identity
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, aligned_zeros
@@ -68,8 +69,8 @@ class Leader:
 class Follower:
     """A rank that does what rank 0 says."""
 
-    def __init__(self, device: Device, ranks: Ranks):
-        self._device, self._ranks = device, ranks
+    def __init__(self, device: Device, ranks: Ranks, monitor: CompileMonitor):
+        self._device, self._ranks, self._monitor = device, ranks, monitor
         self._codec = CallCodec(device.keys)
         self._running: deque[tuple[Outputs, list[Call]]] = deque()  # with their buffers, which must not change
 
@@ -78,7 +79,8 @@ class Follower:
         while isinstance(order := self._receive(), Step):
             calls = self._codec.decode(order)
             self._ranks.pulse.taken = order.number
-            self._running.append((self._device.run(calls), calls))
+            with self._monitor.watch():
+                self._running.append((self._device.run(calls), calls))
             if len(self._running) == MAX_IN_FLIGHT:
                 self._finish()
 

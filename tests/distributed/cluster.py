@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.server.live_server import LiveServer
 
 LMJAX = f"{sys.executable} -m lmjax.cli"
+LOCAL = ("scripts/launch_local.sh", "2", "2", "-b", "env BEFORE=%")
 # few programs; a pool in which four long requests do not fit
 FLAGS = {
     "--max-num-seqs": "4",
@@ -54,7 +55,7 @@ def is_running(pid: int) -> bool:
 class Cluster(LiveServer):
     """``launcher``: what stands before the flags of ``lmjax serve``; 2 processes of ``devices``."""
 
-    launcher: tuple[str, ...] = ("scripts/launch_local.sh", "2", "2")
+    launcher: tuple[str, ...] = LOCAL
 
     def command(self) -> list[str]:
         serve = super().command()
@@ -126,5 +127,5 @@ def _node_rank(pid: int) -> int:
     return int(next(line for line in environment if line.startswith("SLURM_PROCID=")).split("=")[1])
 
 
-def start(launcher: tuple[str, ...] = ("scripts/launch_local.sh", "2", "2"), **changes: str) -> Cluster:
+def start(launcher: tuple[str, ...] = LOCAL, **changes: str) -> Cluster:
     return Cluster("RAND", flags(changes), launcher=launcher)

@@ -74,6 +74,8 @@ def test_answers_are_those_of_one_device(cluster: Cluster, alone: LiveServer) ->
     numbers = cluster.metrics()
     assert numbers["num_preemptions_total"] > 0 and numbers["prefix_cache_hits_total"] > 0, numbers
     assert numbers["compiles_total"] == 0, numbers
+    front = Path(f"/proc/{cluster.processes()['front 1']}/environ").read_bytes()
+    assert b"BEFORE=1\0" in front and b"CUDA_VISIBLE_DEVICES=2,3\0" in front
     said = cluster.logged()
     assert "rank 1 of 2: no HTTP server here" in said and "[Gloo]" in said
 
