@@ -99,10 +99,10 @@ T = TypeVar("T")
 
 
 class Ring(Generic[T]):
-    """``MAX_IN_FLIGHT + 1`` of what ``make`` makes, given out in turn."""
+    """``size`` of what ``make`` makes, given out in turn: one more than may be in use."""
 
-    def __init__(self, make: Callable[[], T]):
-        self._items = [make() for _ in range(MAX_IN_FLIGHT + 1)]
+    def __init__(self, make: Callable[[], T], size: int = MAX_IN_FLIGHT + 1):
+        self._items = [make() for _ in range(size)]
         self._next = 0
 
     def take(self) -> T:

@@ -17,7 +17,7 @@ import numpy as np
 from lmjax.core.plan import StepPlan, StepResult, empty_plan
 from lmjax.runtime.buckets import Buckets, ForwardKey
 from lmjax.runtime.device import Call
-from lmjax.runtime.inputs import PATCH_BATCH, Layout, Ring, aligned_zeros, forward_layout
+from lmjax.runtime.inputs import MAX_IN_FLIGHT, PATCH_BATCH, Layout, Ring, aligned_zeros, forward_layout
 from lmjax.runtime.jax_executor import InFlight, JaxExecutor
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS
 from lmjax.runtime.state import COPY_BATCH, pack_copies
@@ -50,7 +50,9 @@ class PipelineExecutor(JaxExecutor):
             key: forward_layout(key, len(info.kv_specs), info.block_size)
             for key in (*buckets.forward, buckets.prompt_logprobs)
         }
-        self._rings = {key: Ring(partial(_stages, layout, stages)) for key, layout in layouts.items()}
+        # until the first step leaves nothing is collected: so many ticks may wait for the device
+        size = MAX_IN_FLIGHT + stages
+        self._rings = {key: Ring(partial(_stages, layout, stages), size) for key, layout in layouts.items()}
         self._last: tuple[ForwardKey, _Buffer] | None = None
         self._no_patches = np.tile(np.array([0, info.max_num_seqs, 0, 0], np.int32), (PATCH_BATCH, 1))
         self._no_copies = np.zeros((len(info.kv_specs), COPY_BATCH, 2), np.int32)
