@@ -60,7 +60,8 @@ class EngineConfig:
     max_num_queued_reqs: int | None = _opt(None, "most waiting requests; more get 429")
     max_num_queued_tokens: int | None = _opt(None, "most prompt tokens waiting; more get 429")
     # devices
-    tensor_parallel_size: int = _opt(1, "number of devices that the model is spread over")
+    tensor_parallel_size: int = _opt(1, "number of devices that each layer is spread over")
+    pipeline_parallel_size: int = _opt(1, "number of stages that the layers are cut into, each with its own devices")
     enable_expert_parallel: bool = _opt(False, "spread whole experts over the devices, not a share of each")
     # hosts
     nnodes: int = _opt(1, "number of processes, one a host, that the devices of the model are spread over")
@@ -81,6 +82,11 @@ class EngineConfig:
     require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")
     max_logprobs: int = _opt(20, "most log-probabilities a request may ask for")
 
+    @property
+    def num_devices(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def replace(self, **changes: Any) -> EngineConfig:
         return replace(self, **changes)
 
@@ -92,7 +98,8 @@ class EngineConfig:
                 raise ConfigError(f"{flag(f.name)}: got {value!r}, must be one of {', '.join(choices)}")
         positive = (
             "block_size max_model_len kv_cache_memory_bytes num_gpu_blocks_override max_num_seqs "
-            "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens tensor_parallel_size nnodes"
+            "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens tensor_parallel_size "
+            "pipeline_parallel_size nnodes"
         )
         for name in positive.split():
             value = getattr(self, name)
@@ -113,11 +120,13 @@ class EngineConfig:
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("--long-prefill-token-threshold needs chunked prefill, which is switched off")
+        if not self.enable_chunked_prefill and self.pipeline_parallel_size > 1:
+            raise ConfigError("--pipeline-parallel-size needs chunked prefill, which is switched off")
         self._validate_hosts()
         return self
 
     def _validate_hosts(self) -> None:
-        nnodes, rank, devices = self.nnodes, self.node_rank, self.tensor_parallel_size
+        nnodes, rank = self.nnodes, self.node_rank
         if not 0 < self.master_port < 65536:
             raise ConfigError(f"--master-port: got {self.master_port}, must be between 1 and 65535")
         if nnodes == 1:
@@ -129,10 +138,11 @@ class EngineConfig:
                 raise ConfigError(f"{flag(name)}: is missing; --nnodes {nnodes} needs it")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nnodes:
             raise ConfigError(f"--node-rank: got {rank}, must be between 0 and {nnodes - 1} (--nnodes {nnodes})")
-        if devices % nnodes:
+        if self.num_devices % nnodes:
+            times = f" x {self.pipeline_parallel_size} stages" if self.pipeline_parallel_size > 1 else ""
             raise ConfigError(
-                f"--tensor-parallel-size: got {devices}, must be a multiple of --nnodes ({nnodes}): it counts the "
-                "devices of all hosts"
+                f"--tensor-parallel-size: got {self.tensor_parallel_size}{times}, must be a multiple of --nnodes "
+                f"({nnodes}): it counts the devices of all hosts"
             )
         if self.bundle is not None:
             raise ConfigError("--bundle: is for one host; several compile, and keep what they compiled in their caches")

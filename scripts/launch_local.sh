@@ -4,7 +4,8 @@
 #   scripts/launch_local.sh PROCESSES DEVICES [-b COMMAND] [flags of lmjax serve]
 #
 # PROCESSES processes with DEVICES devices each (GPUs: the first DEVICES to the first process, and so on). Rank 0 has
-# the HTTP server. -b: a command in front of each, where % is the rank: -b 'numactl --cpunodebind=% --membind=%'.
+# the HTTP server. All devices are tensor-parallel unless the flags say otherwise.
+# -b: a command in front of each, where % is the rank: -b 'numactl --cpunodebind=% --membind=%'.
 # LMJAX: the command (lmjax). MASTER_PORT: where the ranks meet (29500).
 # Ctrl-C and SIGTERM go to all ranks; ends with the first status that is not 0.
 set -u -m # -m: each rank in a process group of its own, so that Ctrl-C reaches it once, from here
@@ -30,7 +31,7 @@ pids=()
 for ((rank = 0; rank < processes; rank++)); do
   mine=$(IFS=,; echo "${cards[*]:rank * devices:devices}")
   # shellcheck disable=SC2086  # commands of several words
-  CUDA_VISIBLE_DEVICES=$mine ${before//%/$rank} ${LMJAX:-lmjax} serve "$@" --tensor-parallel-size $((processes * devices)) \
+  CUDA_VISIBLE_DEVICES=$mine ${before//%/$rank} ${LMJAX:-lmjax} serve --tensor-parallel-size $((processes * devices)) "$@" \
     --nnodes "$processes" --node-rank "$rank" --master-addr 127.0.0.1 --master-port "${MASTER_PORT:-29500}" </dev/null &
   pids+=($!)
 done

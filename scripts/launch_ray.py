@@ -91,7 +91,7 @@ def _command(options: argparse.Namespace, rank: int, address: str, port: int) ->
     hosts = {"nnodes": options.nnodes, "node-rank": rank, "master-addr": address, "master-port": port}
     flags = [part for name, value in hosts.items() for part in (f"--{name}", str(value))]
     devices = ["--tensor-parallel-size", str(options.nnodes * options.devices)]
-    return [*shlex.split(os.environ.get("LMJAX", "lmjax")), "serve", *options.serve, *devices, *flags]
+    return [*shlex.split(os.environ.get("LMJAX", "lmjax")), "serve", *devices, *options.serve, *flags]
 
 
 def _watch(ranks: list[Any]) -> int:

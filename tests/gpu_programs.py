@@ -85,7 +85,7 @@ def read(case: Case) -> Read:
     config = json.loads((CONFIGS / f"{case.model}.json").read_text())
     if case.layers:
         config["num_hidden_layers"] = case.layers
-    spec = split.spread(spec_from_hf(config, CONTEXT), case.tp, case.expert_parallel)
+    spec = split.spread(spec_from_hf(config, CONTEXT), split.Degree(case.tp, 1, case.expert_parallel))
     card = cards.card(case.card)
     placement = Placement(make_mesh(cards.topology(card, case.tp)), case.expert_parallel)
     kv_specs = decoder.kv_specs(spec, "bfloat16")

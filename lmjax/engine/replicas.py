@@ -62,7 +62,7 @@ class Replicas:
         if config.validate().nnodes > 1:
             raise ConfigError(f"--data-parallel-size: got {count}, must be 1 with --nnodes above 1")
         self = cls(config, executor)
-        _devices_of(count - 1, count, config.tensor_parallel_size)
+        _devices_of(count - 1, count, config.num_devices)
         try:
             await self._start_one(0, progress)
             first = self._engines[0]
@@ -191,7 +191,7 @@ class Replicas:
             lambda reason: self._lose(index, reason),
             executor=self._executor,
             front=self._front,
-            environment=_devices_of(index, index + 1, self._config.tensor_parallel_size),
+            environment=_devices_of(index, index + 1, self._config.num_devices),
         )
         self._engines[index] = engine
         log.info("engine %d is ready", index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from lmjax.runtime.memory import (
     pool_bytes,
     pool_is_set,
 )
+from lmjax.runtime.pipeline_executor import PipelineExecutor
 from lmjax.runtime.plan_costs import weights_of
 from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache, writing_to_own_cache
 from lmjax.runtime.programs import all_programs
@@ -63,7 +65,8 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
     made = _prepare(config, progress or (lambda message: None), target)
     resolved, plan = made.resolved, made.plan
     spec, kv_specs, buckets = resolved.spec, resolved.kv_specs, resolved.buckets(plan.max_model_len)
-    return JaxExecutor(
+    make = JaxExecutor if spec.stages == 1 else partial(PipelineExecutor, buckets=buckets)
+    return make(
         info=ExecutorInfo(
             kv_specs=kv_specs,
             num_blocks=plan.num_blocks,
@@ -73,6 +76,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
             vocab_size=spec.vocab,
             max_logprobs=config.max_logprobs,
             token_buckets=buckets.token_buckets,
+            stages=spec.stages,
         ),
         model_info=ModelInfo(
             path=str(resolved.source.path),
@@ -120,7 +124,7 @@ def _prepare(config: EngineConfig, tell: Progress, target: Target | None) -> _Ma
     spec, dtype = resolved.spec, resolved.dtype
     if ranks:
         check_equal(ranks, rank_facts(resolved))
-    weights = weights_of(spec, dtype, resolved.num_devices, config.enable_expert_parallel).bytes
+    weights = weights_of(spec, dtype, resolved.degree).bytes
     check_weights_fit(weights * (1 if platform == "gpu" else sharing(resolved, ranks)), _free_memory(resolved))
     bundle = usable_bundle(resolved, resolved.devices, tell)
     tell("loading weights")
@@ -143,9 +147,11 @@ def _prepare(config: EngineConfig, tell: Progress, target: Target | None) -> _Ma
 
 def _resolve(config: EngineConfig, source: ModelSource, platform: str, target: Target) -> Resolved:
     attention: Any = config.attention_backend
-    if config.tensor_parallel_size == 1:
+    count = config.num_devices
+    if count == 1:
         return resolve(config, source, platform, Env(target, attention))
-    placement = Placement(make_mesh(engine_devices(config)), config.enable_expert_parallel)
+    mesh = make_mesh(engine_devices(config), config.pipeline_parallel_size)
+    placement = Placement(mesh, config.enable_expert_parallel)
     return resolve(config, source, platform, placement.env(target, attention), placement)
 
 

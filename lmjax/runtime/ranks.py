@@ -104,18 +104,22 @@ class Follower:
 
 def engine_devices(config: EngineConfig) -> list[jax.Device]:
     """The devices of the engine's mesh: equally many of each process, in JAX's order. Raises ``ConfigError``."""
-    devices, wanted = jax.devices(), config.tensor_parallel_size
+    devices, wanted = jax.devices(), config.num_devices
+    flags = " and ".join(
+        f"--{name}-parallel-size: got {size}"
+        for name, size in (("tensor", config.tensor_parallel_size), ("pipeline", config.pipeline_parallel_size))
+        if size > 1
+    )
     if config.nnodes == 1:
         if len(devices) < wanted:
-            raise ConfigError(f"--tensor-parallel-size: got {wanted}, but there are {len(devices)} devices")
+            raise ConfigError(f"{flags}, but there are {len(devices)} devices")
         return devices[:wanted]
     each, found = wanted // config.nnodes, []
     for rank in range(config.nnodes):
         here = [device for device in devices if device.process_index == rank]
         if len(here) < each:
             raise ConfigError(
-                f"--tensor-parallel-size: got {wanted}, which is {each} on each of {config.nnodes} hosts, but rank "
-                f"{rank} has {len(here)} devices"
+                f"{flags}, which is {each} devices on each of {config.nnodes} hosts, but rank {rank} has {len(here)}"
             )
         found += here[:each]
     return found

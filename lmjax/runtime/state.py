@@ -21,6 +21,9 @@ class DeviceState:
     tokens: jax.Array  # int32 [slots + 1, max_model_len]  token ids by position
     tables: jax.Array  # int32 [G, slots + 1, P]  block ids
     sampling: jax.Array  # int32 [slots + 1, W]  what the feature level "full" needs of a request
+    # With pipeline stages tables are [stages, G, slots + 1, P], and this is [stages, most tokens of a step, D]: the
+    # hidden states that came from the stage before.
+    hidden: jax.Array | None = None
 
 
 def apply_patches(tables: jax.Array, patches: jax.Array) -> jax.Array:

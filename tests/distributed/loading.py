@@ -23,7 +23,7 @@ def main(path: str, rank: int, port: str) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, cluster_detection_method="deactivate")
     source = resolve_model(path)
     spec = spec_from_hf(source.config, None)
-    wide = split.spread(spec, 4)
+    wide = split.spread(spec, split.Degree(4))
     placement = Placement(make_mesh(jax.devices()))
     specs = placement.params(wide)
     placed = placement.place(decoder.abstract_params(wide, "float32"), specs)

@@ -57,6 +57,24 @@ def bodies() -> list[dict[str, Any]]:
 
 def test_answers_are_those_of_one_device(cluster: Cluster, alone: LiveServer) -> None:
     """Prefix hits, preemption, log-probabilities, seeded sampling and n > 1 at once."""
+    check_equal(cluster, alone)
+    front = Path(f"/proc/{cluster.processes()['front 1']}/environ").read_bytes()
+    assert b"BEFORE=1\0" in front and b"CUDA_VISIBLE_DEVICES=2,3\0" in front
+    said = cluster.logged()
+    assert "rank 1 of 2: no HTTP server here" in said and "[Gloo]" in said
+
+
+@pytest.mark.slow
+def test_a_pipeline_over_two_processes(alone: LiveServer) -> None:
+    """A stage of two devices on each."""
+    server = start(**{"--tensor-parallel-size": "2", "--pipeline-parallel-size": "2"})
+    try:
+        check_equal(server, alone)
+    finally:
+        server.close()
+
+
+def check_equal(cluster: Cluster, alone: LiveServer) -> None:
     asked = bodies()
     for server in (alone, cluster):
         assert server.complete(prompt=LONG, max_tokens=1).status == 200  # a prefix to hit
@@ -74,10 +92,6 @@ def test_answers_are_those_of_one_device(cluster: Cluster, alone: LiveServer) ->
     numbers = cluster.metrics()
     assert numbers["num_preemptions_total"] > 0 and numbers["prefix_cache_hits_total"] > 0, numbers
     assert numbers["compiles_total"] == 0, numbers
-    front = Path(f"/proc/{cluster.processes()['front 1']}/environ").read_bytes()
-    assert b"BEFORE=1\0" in front and b"CUDA_VISIBLE_DEVICES=2,3\0" in front
-    said = cluster.logged()
-    assert "rank 1 of 2: no HTTP server here" in said and "[Gloo]" in said
 
 
 def streaming(server: Cluster) -> tuple[threading.Thread, list[bytes]]:

@@ -69,6 +69,6 @@ def test_each_host_gives_equally_many_devices(monkeypatch):
     monkeypatch.setattr(ranks.jax, "devices", lambda: devices)
     hosts = {"nnodes": 2, "node_rank": 0, "master_addr": "a"}
     assert [d.id for d in engine_devices(EngineConfig(tensor_parallel_size=4, **hosts))] == [0, 1, 8, 9]
-    with pytest.raises(ConfigError, match="got 6, which is 3 on each of 2 hosts, but rank 1 has 2 devices"):
+    with pytest.raises(ConfigError, match="got 6, which is 3 devices on each of 2 hosts, but rank 1 has 2"):
         engine_devices(EngineConfig(tensor_parallel_size=6, **hosts))
     assert jax.devices() is devices
