@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import secrets
@@ -41,7 +42,7 @@ class Ranks:
     def __init__(self, rank: int, count: int, client: Any, links: list[Link], end: Ending):
         self.rank, self.count = rank, count
         self.on_this_host = 1  # ranks that share this host's memory
-        self._left = False
+        self.left = False
         self._client, self._links = client, links
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Order).decode
@@ -49,8 +50,7 @@ class Ranks:
 
     def exchange(self, name: str, value: str) -> list[str]:
         """Every rank's value, in their order. Each rank calls it with the same names, each once."""
-        self._client.key_value_set(f"lmjax/{name}/{self.rank}", value)
-        return [self._client.blocking_key_value_get(f"lmjax/{name}/{r}", FOR_EVER) for r in range(self.count)]
+        return _exchange(self._client, self.rank, self.count, name, value)
 
     def send(self, order: Step | Stop) -> None:
         """To all others. Never blocks; ``RuntimeError`` where a connection is broken."""
@@ -91,9 +91,9 @@ class Ranks:
         """The ranks end together: rank 0 calls it first. May be called twice."""
         import jax
 
-        if self._left:
+        if self.left:
             return
-        self._left = True
+        self.left = True
         self.pulse.stop()
         if self.rank == 0:
             try:
@@ -115,6 +115,8 @@ def join(config: EngineConfig, tell: Callable[[str], None], end: Ending = say_an
     end: see ``Pulse``. Raises ``ConfigError`` for an address that cannot be used.
     """
     global _joined
+    if _joined is not None and _joined.left:
+        raise ConfigError("--nnodes: an engine on several hosts has ended in this process; the next needs a new one")
     if config.nnodes == 1 or _joined is not None:
         return _joined
     assert config.node_rank is not None and config.master_addr is not None
@@ -167,29 +169,41 @@ def _late(message: str, end: Ending) -> None:
 def _open(config: EngineConfig, address: str, client: Any) -> list[Link]:
     """The channel. Its key is ``LMJAX_CLUSTER_KEY``; without one rank 0 draws it and tells it over JAX's store."""
     given, context = os.environ.get(KEY), zmq.Context(1)
+    assert config.node_rank is not None
+    prints = _exchange(client, config.node_rank, config.nnodes, "key print", _print_of(given))
+    for rank, text in enumerate(prints):
+        if text != prints[0]:
+            if config.node_rank == 0:
+                time.sleep(1.0)  # the others read from a store in this process
+            raise ConfigError(f"{KEY}: is {prints[0]} on rank 0 and {text} on rank {rank}")
     if config.node_rank == 0:
         key = given or secrets.token_hex(32)
         links, ports = listen(context, address, key, list(range(1, config.nnodes)))
         for rank, pair in ports.items():
             client.key_value_set(f"lmjax/ports/{rank}", pair)
-        client.key_value_set("lmjax/key", "given" if given else key)
+        if not given:
+            client.key_value_set("lmjax/key", key)
         return links
-    told = client.blocking_key_value_get("lmjax/key", FOR_EVER)
-    if (told == "given") != bool(given):
-        with_it, without = (0, config.node_rank) if told == "given" else (config.node_rank, 0)
-        raise ConfigError(f"{KEY}: is set on rank {with_it} and not on rank {without}: on all hosts or on none")
+    told = given or client.blocking_key_value_get("lmjax/key", FOR_EVER)
     ports = client.blocking_key_value_get(f"lmjax/ports/{config.node_rank}", FOR_EVER)
-    return [connect(context, address, given or told, ports)]
+    return [connect(context, address, told, ports)]
+
+
+def _exchange(client: Any, rank: int, count: int, name: str, value: str) -> list[str]:
+    client.key_value_set(f"lmjax/{name}/{rank}", value)
+    return [client.blocking_key_value_get(f"lmjax/{name}/{r}", FOR_EVER) for r in range(count)]
+
+
+def _print_of(key: str | None) -> str:
+    """Tells keys apart, and a random key not at all."""
+    return f"a key with the print {hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}" if key else "not set"
 
 
 def _meet(ranks: Ranks) -> None:
     deadline = time.monotonic() + MEET
     while missing := ranks.pulse.unmet():
         if time.monotonic() > deadline:
-            ranks.pulse.fail(
-                f"rank {ranks.rank} and rank {missing[0]} cannot talk: is {KEY} the same on both hosts, and do they "
-                "reach each other's ports?"
-            )
+            ranks.pulse.fail(f"rank {ranks.rank} and rank {missing[0]} cannot talk: do they reach each other's ports?")
         time.sleep(0.05)
 
 
