@@ -231,7 +231,7 @@ class InputPacker:
         needs = int(np.bitwise_or.reduce(self._needs[index]))
         wants_logprobs = needs >= _WANTS_LOGPROBS
         level = (needs & (_WANTS_LOGPROBS - 1)).bit_length()
-        return Buckets.sample_key(num_rows, level, wants_logprobs), buffer, wants_logprobs
+        return self._buckets.sample_key(num_rows, level, wants_logprobs), buffer, wants_logprobs
 
 
 def _pack_targets(plan: StepPlan, parts: dict[str, np.ndarray]) -> None:

@@ -16,7 +16,7 @@ from lmjax.models.spec import DecoderSpec, MoeSpec
 from lmjax.nn.env import ALONE, Env
 from lmjax.parallel.placement import Placement
 from lmjax.parallel.split import Degree, SplitError
-from lmjax.runtime.buckets import Buckets, ForwardKey
+from lmjax.runtime.buckets import GPU_SAMPLERS, SAMPLERS, Buckets, ForwardKey
 from lmjax.runtime.compiler import Program, compile_all
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
 from lmjax.runtime.state import COPY_BATCH
@@ -92,7 +92,8 @@ class Resolved:
     def buckets(self, max_model_len: int) -> Buckets:
         """Those of one step. With pipeline stages as many are under way, and they share the limits."""
         budget = min(self.num_batched, self.num_seqs * max_model_len)
-        return Buckets(-(-self.num_seqs // self.spec.stages), -(-budget // self.spec.stages))
+        stages, samplers = self.spec.stages, GPU_SAMPLERS if self.platform == "gpu" else SAMPLERS
+        return Buckets(-(-self.num_seqs // stages), -(-budget // stages), samplers)
 
 
 def resolve(

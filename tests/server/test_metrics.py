@@ -16,7 +16,7 @@ HISTOGRAMS = (
 COUNTERS = (
     "prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens prompt_tokens_cached "
     "request_success admission_rejections compiles steps padded_tokens scheduled_tokens step_host_seconds "
-    "step_device_seconds"
+    "step_device_seconds pipeline_ticks pipeline_idle_ticks"
 )
 GAUGES = "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info"
 
