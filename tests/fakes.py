@@ -13,6 +13,7 @@ from lmjax.config import SchedulerConfig
 from lmjax.core.output import StepOutput
 from lmjax.core.plan import (
     ExecutorInfo,
+    HostTierInfo,
     PromptLogprobs,
     SlotLoad,
     StepPlan,
@@ -47,13 +48,21 @@ def fake_info(
     vocab_size: int = 1000,
     max_logprobs: int = 5,
     token_buckets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512),
+    host: HostTierInfo | int | None = None,
 ) -> ExecutorInfo:
-    """``num_blocks``: with the null block; one number for all groups."""
+    """``num_blocks``: with the null block; one number for all groups. ``host``: the same, of the host tier."""
     if isinstance(num_blocks, int):
         num_blocks = (num_blocks,) * len(specs)
+    if isinstance(host, int):
+        host = host_info((host,) * len(specs))
     return ExecutorInfo(
-        specs, num_blocks, block_size, max_num_seqs, max_model_len, vocab_size, max_logprobs, token_buckets
+        specs, num_blocks, block_size, max_num_seqs, max_model_len, vocab_size, max_logprobs, token_buckets, host
     )
+
+
+def host_info(num_blocks: tuple[int, ...], transfer: float = 1e-6) -> HostTierInfo:
+    """``transfer``: seconds of one, there or back; a token takes 1 ms."""
+    return HostTierInfo(num_blocks, 4, transfer, transfer, 0.01, 1e-3, 1e-6)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -120,6 +129,8 @@ class FakeExecutor:
         self.in_flight = 0
         if not self.cheap:
             self.pools = [np.full((n, info.block_size, 2), -1, np.int64) for n in info.num_blocks]
+            there = info.host.num_blocks if info.host else ()
+            self.host_pools = [np.full((n, info.block_size, 2), -1, np.int64) for n in there]
 
     # the protocol
 
@@ -172,6 +183,7 @@ class FakeExecutor:
 
     def _run(self, plan: StepPlan) -> StepResult:
         self._load(plan)
+        self._swap(plan)
         for group, source, target in plan.copies:
             assert source and target, "copy with the null block"
             self.pools[group][target] = self.pools[group][source]
@@ -181,6 +193,14 @@ class FakeExecutor:
             self._write(int(plan.slots[row]), int(plan.starts[row]), ids)
         hashes = [self._read(plan, row) for row in range(plan.num_rows)]
         return self._sample(plan, hashes)
+
+    def _swap(self, plan: StepPlan) -> None:
+        for group, block, place in plan.swaps_out:
+            assert block and place, "swap with the null block"
+            self.host_pools[group][place] = self.pools[group][block]
+        for group, place, block in plan.swaps_in:
+            assert block and place, "swap with the null block"
+            self.pools[group][block] = self.host_pools[group][place]
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.info.token_buckets[-1], "more tokens than the largest bucket"

@@ -16,6 +16,7 @@ from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.device import Device
+from lmjax.runtime.host_plan import host_tier, plan_host, swap_bytes
 from lmjax.runtime.inputs import InputPacker
 from lmjax.runtime.jax_executor import JaxExecutor, ModelInfo
 from lmjax.runtime.memory import (
@@ -65,10 +66,15 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
 
     tell("sizing the KV pool")
     plan, bundle = plan_memory(resolved, bundle, tell)
+    host_blocks = plan_host(resolved, plan.num_blocks)
     shapes = resolved.shapes(plan.num_blocks, plan.max_model_len)
     buckets = resolved.buckets(plan.max_model_len)
     programs = _make_programs(all_programs(shapes, buckets), bundle, resolved.devices, tell)
     tell("allocating the KV pool")
+    # the pools come last: what compiling took is free again, and they are never moved
+    device = Device(
+        params, state=_zeros(shapes.state()), pools=_zeros(shapes.pools()), programs=programs, host_blocks=host_blocks
+    )
     return JaxExecutor(
         info=ExecutorInfo(
             kv_specs=kv_specs,
@@ -79,6 +85,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
             vocab_size=shapes.spec.vocab,
             max_logprobs=config.max_logprobs,
             token_buckets=buckets.token_buckets,
+            host=host_tier(resolved, device, host_blocks) if host_blocks else None,
         ),
         model_info=ModelInfo(
             path=str(source.path),
@@ -89,8 +96,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
             config=source.config,
             generation_config=source.generation_config,
         ),
-        # the pools come last: what compiling took is free again, and they are never moved
-        device=Device(params, state=_zeros(shapes.state()), pools=_zeros(shapes.pools()), programs=programs),
+        device=device,
         packer=InputPacker(
             buckets,
             max_num_seqs=resolved.num_seqs,
@@ -130,7 +136,7 @@ def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tu
         limit, used = _device_memory(resolved.devices)
         budget = gpu_pool_budget(limit, used, bundle.pool.program_bytes if bundle else program_bytes(resolved))
     else:
-        available //= resolved.num_devices  # which share it
+        available = max(available - swap_bytes(config), 0) // resolved.num_devices  # which share it
         budget = cpu_pool_budget(available * resolved.num_devices) // resolved.num_devices
     kv_specs = resolved.device_kv_specs
 

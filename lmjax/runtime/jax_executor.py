@@ -12,8 +12,8 @@ from lmjax.core.plan import ExecutorInfo, PromptLogprobs, StepPlan, StepResult
 from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
-from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT
-from lmjax.runtime.state import pack_copies, pack_slot
+from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
+from lmjax.runtime.state import pack_copies, pack_slot, pack_swaps
 from lmjax.sampling.params import needs_slot_state
 
 
@@ -74,14 +74,18 @@ class JaxExecutor:
 
     def _calls(self, plan: StepPlan) -> tuple[list[Call], bool]:
         """The plan's programs in order, and whether a row that samples asked for log-probabilities."""
-        calls = []
+        calls, groups = [], len(self.info.kv_specs)
+        if plan.swaps_out:  # before anything of this step writes
+            calls += [Call(SWAP_OUT, pairs) for pairs in pack_swaps(plan.swaps_out, groups)]
+        if plan.swaps_in:
+            calls += [Call(SWAP_IN, pairs) for pairs in pack_swaps(plan.swaps_in, groups)]
         for load in plan.slot_loads:
             self._packer.load_slot(load)
             if needs_slot_state(load):
                 calls.append(Call(LOAD_SLOT, pack_slot(load, self.info.vocab_size, self.info.max_model_len)))
         packed = self._packer.pack(plan)
         calls += [Call(APPLY_PATCHES, patches) for patches in packed.overflow]
-        calls += [Call(COPY_BLOCKS, pairs) for pairs in pack_copies(plan.copies, len(self.info.kv_specs))]
+        calls += [Call(COPY_BLOCKS, pairs) for pairs in pack_copies(plan.copies, groups)]
         calls.append(Call(packed.forward_key, packed.forward))
         if packed.sample_key is not None:
             assert packed.sample is not None
@@ -96,7 +100,8 @@ class JaxExecutor:
             result = self._read(in_flight)
         self._num_in_flight -= 1
         now = time.monotonic()
-        self._device_seconds += now - max(in_flight.submitted, self._last_done)
+        result.seconds = now - max(in_flight.submitted, self._last_done)
+        self._device_seconds += result.seconds
         self._last_done = now
         return result
 

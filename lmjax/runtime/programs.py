@@ -19,12 +19,13 @@ from lmjax.runtime.compiler import Program
 from lmjax.runtime.forward import make_forward
 from lmjax.runtime.inputs import PATCH_BATCH, forward_layout, sample_layout
 from lmjax.runtime.sample import make_sample
-from lmjax.runtime.state import COPY_BATCH, DeviceState, apply_patches, copy_blocks, load_slot
+from lmjax.runtime.state import COPY_BATCH, SWAP_BATCH, DeviceState, apply_patches, copy_blocks, load_slot, swap_in, swap_out
 from lmjax.sampling.params import state_row_size
 from lmjax.types import KVSpec
 
 # keys of the programs that are neither forward nor sample
 LOAD_SLOT, APPLY_PATCHES, COPY_BLOCKS = "load_slot", "apply_patches", "copy_blocks"
+SWAP_OUT, SWAP_IN = "swap_out", "swap_in"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Shapes:
     max_model_len: int
     max_logprobs: int
     env: Env = ALONE
+    host_tier: bool = False
     placement: Placement | None = None  # None: the default device. Else spec and kv_specs are what all devices hold
 
     @property
@@ -47,9 +49,16 @@ class Shapes:
         return len(self.kv_specs)
 
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self._pools(self.num_blocks)
+
+    def swapped(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Blocks on their way between the pools and the host."""
+        return self._pools((SWAP_BATCH,) * self.num_groups)
+
+    def _pools(self, num_blocks: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
         pools = tuple(
             jax.ShapeDtypeStruct(decoder.pool_shape(kv, blocks, self.block_size), jnp.dtype(kv.dtype))
-            for kv, blocks in zip(self.kv_specs, self.num_blocks, strict=True)
+            for kv, blocks in zip(self.kv_specs, num_blocks, strict=True)
         )
         return self.placement.place(pools, POOL) if self.placement else pools
 
@@ -105,10 +114,15 @@ def all_programs(shapes: Shapes, buckets: Buckets) -> dict[Hashable, Program]:
     pairs = shapes.everywhere(_ints(shapes.num_groups, COPY_BATCH, 2))
     patches = shapes.everywhere(_ints(PATCH_BATCH, 4))
     forward_keys = (buckets.prompt_logprobs, *reversed(buckets.forward))
-    return {
+    programs: dict[Hashable, Program] = {
         **{key: forward_program(shapes, key) for key in forward_keys},
         **{key: sample_program(shapes, key) for key in sorted(buckets.sample, key=lambda key: -key.level)},
         LOAD_SLOT: Program(LOAD_SLOT, load_slot, (state.tokens, state.sampling, slot), donate=(0, 1)),
         APPLY_PATCHES: Program(APPLY_PATCHES, apply_patches, (state.tables, patches), donate=(0,)),
         COPY_BLOCKS: Program(COPY_BLOCKS, copy_blocks, (shapes.pools(), pairs), donate=(0,)),
     }
+    if shapes.host_tier:
+        pairs = shapes.everywhere(_ints(shapes.num_groups, SWAP_BATCH, 2))
+        programs[SWAP_OUT] = Program(SWAP_OUT, swap_out, (shapes.pools(), pairs))
+        programs[SWAP_IN] = Program(SWAP_IN, swap_in, (shapes.pools(), shapes.swapped(), pairs), donate=(0,))
+    return programs
