@@ -18,6 +18,7 @@ from lmjax.core.block_pool import BlockPool
 from lmjax.core.plan import HostTierInfo
 from lmjax.core.stats import SchedulerStats
 from lmjax.core.swap_cost import SwapCosts
+from lmjax.types import KVSpec
 
 Transfer = tuple[int, int, int]  # group, source block, target block
 # reads of a written block that count before anything was seen: one for eight written
@@ -42,10 +43,12 @@ class HostTier:
     """One block pool per KV group, as on the device; ids name places in host memory. ``take`` gives the transfers of a
     plan; what the plan reads or gives up keeps its place until then."""
 
-    def __init__(self, info: HostTierInfo, device_pools: list[BlockPool], block_size: int, stats: SchedulerStats):
+    def __init__(self, info: HostTierInfo, device_pools: list[BlockPool], specs: tuple[KVSpec, ...], size: int, stats: SchedulerStats):
+        """size: tokens of a block."""
         self.pools = [BlockPool(n) for n in info.num_blocks]
         self.costs = SwapCosts(info)
-        self._device_pools, self._block_size, self._stats = device_pools, block_size, stats
+        self._device_pools, self._block_size, self._stats = device_pools, size, stats
+        self._block_bytes = [spec.bytes_per_token() * size for spec in specs]
         for group, pool in enumerate(device_pools):
             pool.on_evict = partial(self._evicted, group)
             # a transfer costs the same for one block as for a batch
@@ -67,6 +70,8 @@ class HostTier:
         taken = self._swaps_out, self._swaps_in
         self._stats.swapped_out_blocks += len(taken[0])
         self._stats.swapped_in_blocks += len(taken[1])
+        for transfers in taken:
+            self._stats.swapped_bytes += sum(self._block_bytes[group] for group, _, _ in transfers)
         self._swaps_out, self._swaps_in = [], []
         self._settle()
         return taken

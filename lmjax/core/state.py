@@ -41,7 +41,7 @@ class EngineState:
         self.stats = SchedulerStats()
         self.tier: HostTier | None = None
         if info.host is not None:
-            self.tier = self.kv.tier = HostTier(info.host, self.kv.pools, info.block_size, self.stats)
+            self.tier = self.kv.tier = HostTier(info.host, self.kv.pools, info.kv_specs, info.block_size, self.stats)
         self.started: list[Started] = []
         self.finished: list[Finished] = []
         self.slot_loads: list[SlotLoad] = []
@@ -89,7 +89,9 @@ class EngineState:
         if looked_up:
             self.stats.prefix_queries += request.num_prompt
             self.stats.prefix_hits += num_cached
-            self.stats.host_hits += num_host
+            if self.tier is not None:
+                self.stats.host_queries += request.num_prompt - num_cached + num_host
+                self.stats.host_hits += num_host
         group = request.group
         if group is None or not group.prompt_counted:
             self.stats.prompt_tokens += request.num_prompt
