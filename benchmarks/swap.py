@@ -5,9 +5,10 @@
 A long request (2,048 tokens and more) runs; again and again two short ones of higher priority come. The first takes all
 free blocks and one more, which pushes the long one out; the second takes 15 of its blocks. Then it comes back: a cycle.
 Every round runs each way once: ``recompute`` (no host tier), ``swap`` and ``auto``. Ratios are of the speeds in the
-same cycle of the same round. Parts: ``fast``: transfers as they are;
-``no_prefix_cache``: the same without a prefix cache, so that recompute computes all of the long one again; ``slow``: each
-transfer is made to take longer than computing its tokens again.
+same cycle of the same round; by CPU time as well, which other processes on the machine disturb less.
+
+Parts: ``fast``: transfers as they are; ``no_prefix_cache``: the same without a prefix cache, so that recompute computes
+all of the long one again; ``slow``: each transfer is made to take longer than computing its tokens again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import itertools
 import json
 import statistics
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +50,7 @@ class Run:
         self.executor, self.scheduler = executor, Scheduler(config, info)
         self.cycles, self.rng = cycles, np.random.default_rng(seed)
         self.handle = self.tokens = self.last = 0
-        self.cycle_starts: list[tuple[float, int]] = []  # seconds, tokens so far
+        self.cycle_starts: list[tuple[float, float, int]] = []  # seconds, CPU seconds, tokens so far
         self.short: set[int] = set()
         self.answers: dict[int, list[int]] = {}
 
@@ -68,7 +70,8 @@ class Run:
         state = self.scheduler.state
         if self.short or self.cycles < 0 or self.tokens - self.last < 2 or state.requests[0].slot < 0:
             return
-        self.cycle_starts.append((time.perf_counter(), sum(map(len, self.answers.values()))))
+        tokens = sum(map(len, self.answers.values()))
+        self.cycle_starts.append((time.perf_counter(), time.process_time(), tokens))
         self.cycles -= 1
         if self.cycles < 0:
             self.scheduler.abort([0])
@@ -87,8 +90,8 @@ class Run:
             self.short.discard(end.handle)
             self.last = self.tokens
 
-    def speeds(self) -> list[float]:
-        """Tokens a second of each cycle."""
+    def speeds(self) -> list[tuple[float, float]]:
+        """Tokens a second of each cycle, and a CPU second."""
         self.add(LONG, LONG_REPLY, priority=2)
         before = None
         while self.scheduler.has_work() or before is not None:
@@ -99,46 +102,57 @@ class Run:
             if before is not None:
                 self.read(self.scheduler.update(before[0], self.executor.collect(before[1])))
             before = running
-        return [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(self.cycle_starts)]
+        return [
+            ((b[2] - a[2]) / (b[0] - a[0]), (b[2] - a[2]) / (b[1] - a[1]))
+            for a, b in itertools.pairwise(self.cycle_starts)
+        ]
 
 
-def measure(executor, rounds: int, cycles: int, caching: bool, seed: int) -> dict:
-    speeds: dict[str, list[float]] = {way: [] for way in WAYS}
-    counts: dict[str, list[dict]] = {way: [] for way in WAYS}
+def measure(executor, rounds: int, cycles: int, caching: bool, seed: int, tell) -> None:
+    """tell: gets the results so far after each round."""
+    speeds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    counts: dict[str, Counter] = {way: Counter() for way in WAYS}
     for i in range(rounds):
         answers = {}
         for way in WAYS[i % 3 :] + WAYS[: i % 3]:
             run = Run(executor, way, cycles, caching, seed + i)
             found = run.speeds()
-            stats = run.scheduler.stats()
             speeds[way] += found
-            counts[way].append(
-                {
-                    "preemptions": stats.preemptions,
-                    "swaps_out": stats.swaps_out,
-                    "swaps_in": stats.swaps_in,
-                    "blocks_out": stats.swapped_out_blocks,
-                    "blocks_in": stats.swapped_in_blocks,
-                    "computed_tokens": stats.scheduled_tokens,
-                }
+            stats = run.scheduler.stats()
+            new = Counter(
+                preemptions=stats.preemptions,
+                swaps_out=stats.swaps_out,
+                swaps_in=stats.swaps_in,
+                blocks_out=stats.swapped_out_blocks,
+                blocks_in=stats.swapped_in_blocks,
+                computed_tokens=stats.scheduled_tokens,
             )
+            counts[way] += new
             answers[way] = run.answers[0]
-            print(f"round {i} {way}: {statistics.median(found):.2f} tokens/s", counts[way][-1], flush=True)
+            print(f"round {i} {way}: {statistics.median(s for s, _ in found):.2f} tokens/s", dict(new), flush=True)
         shortest = min(map(len, answers.values()))
-        if len({tuple(answer[:shortest]) for answer in answers.values()}) > 1:
-            print(f"round {i}: the long request's tokens differ between the ways", flush=True)
-    medians = {way: statistics.median(speeds[way]) for way in WAYS}
-    better = speeds["swap"] if medians["swap"] >= medians["recompute"] else speeds["recompute"]
+        same = len({tuple(answer[:shortest]) for answer in answers.values()}) == 1
+        print(f"round {i}: the long request's tokens are {'the same' if same else 'different'}", flush=True)
+        tell(summary(speeds, counts, i + 1))
 
-    def ratio(way: str, base: list[float]) -> dict:
-        return spread([a / b for a, b in zip(speeds[way], base, strict=True)])
+
+def summary(speeds: dict[str, list[tuple[float, float]]], counts: dict[str, Counter], rounds: int) -> dict:
+    medians = {way: statistics.median(wall for wall, _ in speeds[way]) for way in WAYS}
+    better = "swap" if medians["swap"] >= medians["recompute"] else "recompute"
+
+    def ratios(way: str, base: str) -> dict:
+        pairs = list(zip(speeds[way], speeds[base], strict=True))
+        return {"wall": spread([a[0] / b[0] for a, b in pairs]), "cpu": spread([a[1] / b[1] for a, b in pairs])}
 
     return {
-        "tokens_per_second": {way: spread(speeds[way], 2) for way in WAYS},
-        "swap / recompute": ratio("swap", speeds["recompute"]),
-        "auto / better of the two": ratio("auto", better),
-        "counts": {way: {name: sum(c[name] for c in counts[way]) for name in counts[way][0]} for way in WAYS},
-        "context tokens at a preemption": f"at least {LONG}",
+        "rounds": rounds,
+        "tokens_per_second": {way: spread([wall for wall, _ in speeds[way]], 2) for way in WAYS},
+        "tokens_per_cpu_second": {way: spread([cpu for _, cpu in speeds[way]], 2) for way in WAYS},
+        "swap / recompute": ratios("swap", "recompute"),
+        "better": better,
+        "auto / better": ratios("auto", better),
+        "counts": {way: dict(counts[way]) for way in WAYS},
+        "context_tokens_at_a_preemption": f"{LONG} and more",
     }
 
 
@@ -183,11 +197,15 @@ def main() -> None:
         if part == "slow":
             slowed(executor)
         caching = part != "no_prefix_cache"
-        results[part] = measure(executor, args.rounds, args.cycles, caching, args.seed)
-        results[part]["transfer_seconds_at_start"] = [executor.info.host.out_seconds, executor.info.host.in_seconds]
+        start = {"transfer_seconds_at_start": [executor.info.host.out_seconds, executor.info.host.in_seconds]}
+
+        def tell(found, part=part, start=start):
+            results[part] = found | start
+            path.write_text(json.dumps(results, indent=1) + "\n")
+
+        measure(executor, args.rounds, args.cycles, caching, args.seed, tell)
         assert executor.stats()["compiles_total"] == 0
         print(part, json.dumps(results[part], indent=1), flush=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ _READS, _WRITES, _MOST_WRITES = 1.0, 8.0, 4096.0
 
 
 def own_name(handle: int, epoch: int, col: int) -> bytes:
-    """The name of a block that is one request's alone: it is not full, or blocks have no names. Longer than a digest."""
+    """The name of a block that is one request's alone: it is not full, or no block has a name. Longer than a digest."""
     return pack("<qqq", handle, epoch, col)
 
 
@@ -43,7 +43,14 @@ class HostTier:
     """One block pool per KV group, as on the device; ids name places in host memory. ``take`` gives the transfers of a
     plan; what the plan reads or gives up keeps its place until then."""
 
-    def __init__(self, info: HostTierInfo, device_pools: list[BlockPool], specs: tuple[KVSpec, ...], size: int, stats: SchedulerStats):
+    def __init__(
+        self,
+        info: HostTierInfo,
+        device_pools: list[BlockPool],
+        specs: tuple[KVSpec, ...],
+        size: int,
+        stats: SchedulerStats,
+    ):
         """size: tokens of a block."""
         self.pools = [BlockPool(n) for n in info.num_blocks]
         self.costs = SwapCosts(info)

@@ -167,18 +167,17 @@ class KVManager:
 
     def _hit(self, names: list[bytes], num_tokens: int) -> PrefixHit:
         """All of ``names`` are there."""
-        n, hit = len(names), PrefixHit(len(names), num_tokens, [])
-        for g, pool in enumerate(self.pools):
-            first, by_digest = self._first_col(g, n, num_tokens), pool.by_digest
-            hit.blocks.append([0] * first + [by_digest.get(name, 0) for name in names[first:]])
-        if self.tier is not None and any(0 in ids[self._first_col(g, n, num_tokens) :] for g, ids in enumerate(hit.blocks)):
-            hit.places = [
-                [0 if block else pool.by_digest.get(name, 0) for block, name in zip(ids, names, strict=True)]
-                for pool, ids in zip(self.tier.pools, hit.blocks, strict=True)
-            ]
-            for g, ids in enumerate(hit.places):
-                first = self._first_col(g, n, num_tokens)
-                ids[:first] = [0] * first
+        n = len(names)
+        firsts = [self._first_col(g, n, num_tokens) for g in range(len(self.pools))]
+        blocks = [
+            [0] * first + [pool.by_digest.get(name, 0) for name in names[first:]]
+            for pool, first in zip(self.pools, firsts, strict=True)
+        ]
+        hit = PrefixHit(n, num_tokens, blocks)
+        if self.tier is not None and any(0 in ids[first:] for ids, first in zip(blocks, firsts, strict=True)):
+            for pool, ids, first in zip(self.tier.pools, blocks, firsts, strict=True):
+                pairs = zip(names[first:], ids[first:], strict=True)
+                hit.places.append([0] * first + [0 if block else pool.by_digest[name] for name, block in pairs])
         return hit
 
     def _window_hit(self, group: int, digests: list[bytes], most: int, by_digest: Container[bytes]) -> int:

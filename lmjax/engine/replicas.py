@@ -24,7 +24,13 @@ log = logging.getLogger("lmjax.engine")
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a dead engine is started anew; doubled each time it fails
 MOST_FAILURES = 5  # in a row, while no other engine is alive: then nobody can be served
-_GAUGES = ("num_running", "num_waiting", "kv_usage", "host_usage", "iteration_tokens")  # all other statistics are counters
+_GAUGES = (
+    "num_running",
+    "num_waiting",
+    "kv_usage",
+    "host_usage",
+    "iteration_tokens",
+)  # all other statistics are counters
 
 
 class Replicas:

@@ -16,7 +16,7 @@ from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.device import Device
-from lmjax.runtime.host_plan import host_tier, plan_host, swap_bytes
+from lmjax.runtime.host_plan import host_tier, plan_host, without_swap_space
 from lmjax.runtime.inputs import InputPacker
 from lmjax.runtime.jax_executor import JaxExecutor, ModelInfo
 from lmjax.runtime.memory import (
@@ -60,6 +60,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
     spec, dtype, kv_specs = resolved.spec, resolved.dtype, resolved.kv_specs
     weights = weights_of(spec, dtype, resolved.num_devices, config.enable_expert_parallel).bytes
     check_weights_fit(weights * (1 if platform == "gpu" else resolved.num_devices), _free_memory(resolved))
+    without_swap_space(config, available_memory())
     bundle = usable_bundle(resolved, resolved.devices, tell)
     tell("loading weights")
     params = _load(resolved, tell)
@@ -136,7 +137,7 @@ def plan_memory(resolved: Resolved, bundle: Bundle | None, tell: Progress) -> tu
         limit, used = _device_memory(resolved.devices)
         budget = gpu_pool_budget(limit, used, bundle.pool.program_bytes if bundle else program_bytes(resolved))
     else:
-        available = max(available - swap_bytes(config), 0) // resolved.num_devices  # which share it
+        available = without_swap_space(config, available) // resolved.num_devices  # which share it
         budget = cpu_pool_budget(available * resolved.num_devices) // resolved.num_devices
     kv_specs = resolved.device_kv_specs
 

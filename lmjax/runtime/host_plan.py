@@ -6,7 +6,7 @@ from lmjax.config import ConfigError, EngineConfig
 from lmjax.core.plan import HostTierInfo
 from lmjax.runtime.device import Device
 from lmjax.runtime.host_pool import measure
-from lmjax.runtime.memory import GIB, available_memory, gib, pool_bytes
+from lmjax.runtime.memory import GIB, gib, pool_bytes
 from lmjax.runtime.plan_costs import weights_of
 from lmjax.runtime.resolve import Resolved
 from lmjax.runtime.state import SWAP_BATCH
@@ -15,26 +15,25 @@ from lmjax.runtime.state import SWAP_BATCH
 _SPEED = {"cpu": (1e11, 2e10), "gpu": (2e14, 2e12)}
 
 
-def swap_bytes(config: EngineConfig) -> int:
-    return int(config.swap_space * GIB)
+def without_swap_space(config: EngineConfig, available: int) -> int:
+    """What the host tier leaves of so many bytes of host memory. Raises ``ConfigError`` where it is larger."""
+    left = available - int(config.swap_space * GIB)
+    if left < 0:
+        raise ConfigError(
+            f"--swap-space: got {config.swap_space:g} GiB, but only {gib(available)} of host memory are free"
+        )
+    return left
 
 
 def plan_host(resolved: Resolved, num_blocks: tuple[int, ...]) -> tuple[int, ...]:
     """Places per group, the null block included, in proportion to the device's ``num_blocks``; empty without a tier.
 
-    Raises ``ConfigError`` where there is not so much memory or no room for a block.
+    Raises ``ConfigError`` where there is no room for a block.
     """
     config = resolved.config
-    wanted, free = swap_bytes(config), available_memory()
-    if not wanted:
+    if not config.swap_space:
         return ()
-    size = pool_bytes(resolved.kv_specs, num_blocks, config.block_size)
-    if resolved.platform == "cpu":
-        free -= size
-    if wanted > free:
-        raise ConfigError(
-            f"--swap-space: got {config.swap_space:g} GiB, but only {gib(max(free, 0))} of host memory are free"
-        )
+    wanted, size = int(config.swap_space * GIB), pool_bytes(resolved.kv_specs, num_blocks, config.block_size)
     places = tuple(n * wanted // size for n in num_blocks)
     if min(places) < 2:
         least = max(-(-2 * size // n) for n in num_blocks)

@@ -36,8 +36,8 @@ class HostPool:
         for pool, n in zip(pools, num_blocks, strict=True):
             shapes = {shard.device: shard.data.shape for shard in pool.addressable_shards}
             self._places.append({d: np.empty((n, *s[:2], *s[3:]), pool.dtype) for d, s in shapes.items()})
-        self._arriving: list[tuple[tuple[jax.Array, ...], np.ndarray]] = []
-        self._staged: list[tuple[Staging, jax.Array | None]] = []  # None: not dispatched yet
+        self._arriving: list[tuple[tuple[Any, ...], np.ndarray]] = []  # arrays, and the places they go to
+        self._staged: list[tuple[Staging, Any]] = []  # and an array that is ready when it was read; None: not asked yet
 
     def keep(self, blocks: tuple[jax.Array, ...], pairs: np.ndarray) -> None:
         """blocks: [L, 2, SWAP_BATCH, K, B, H] a group, on their way; pairs: int32 [G, SWAP_BATCH, 2] of (block, place),
@@ -118,6 +118,7 @@ def measure(device: Device, num_groups: int) -> tuple[float, float]:
     """Seconds of a transfer out and one back, as they are with nothing else to do. What the places hold is lost."""
     pairs = np.zeros((num_groups, SWAP_BATCH, 2), np.int32)
     pairs[:, :, 1] = 1
+    assert device.host is not None
     out, back = [], []
     for _ in range(_TIMED):
         began = time.perf_counter()

@@ -19,7 +19,16 @@ from lmjax.runtime.compiler import Program
 from lmjax.runtime.forward import make_forward
 from lmjax.runtime.inputs import PATCH_BATCH, forward_layout, sample_layout
 from lmjax.runtime.sample import make_sample
-from lmjax.runtime.state import COPY_BATCH, SWAP_BATCH, DeviceState, apply_patches, copy_blocks, load_slot, swap_in, swap_out
+from lmjax.runtime.state import (
+    COPY_BATCH,
+    SWAP_BATCH,
+    DeviceState,
+    apply_patches,
+    copy_blocks,
+    load_slot,
+    swap_in,
+    swap_out,
+)
 from lmjax.sampling.params import state_row_size
 from lmjax.types import KVSpec
 

@@ -59,7 +59,10 @@ WAYS = {
     "small pool, chunks off": ({"max_num_batched_tokens": 256, "enable_chunked_prefill": False}, {"num_blocks": 24}),
     "priority": ({"scheduling_policy": "priority"}, {"num_blocks": 40}),
     "swap": ({"preemption_mode": "swap"}, {"num_blocks": 24, "host": 200}),
-    "swap, prefix cache off": ({"preemption_mode": "swap", "enable_prefix_caching": False}, {"num_blocks": 24, "host": 200}),
+    "swap, prefix cache off": (
+        {"preemption_mode": "swap", "enable_prefix_caching": False},
+        {"num_blocks": 24, "host": 200},
+    ),
     "swap, little room": ({"preemption_mode": "swap"}, {"num_blocks": 24, "host": 16}),
     "swap, chunks of 8": ({"preemption_mode": "swap", "max_num_batched_tokens": 8}, {"num_blocks": 24, "host": 200}),
     "evicted prefixes": ({}, {"num_blocks": 40, "host": 400}),

@@ -13,6 +13,11 @@ SWAPS = dict.fromkeys((None, "swap", "auto", "recompute"), 0)
 STEPS = dict.fromkeys(GROUPS, 0)
 
 
+def random_host(rng, groups):
+    """From no room to plenty, from slow transfers to fast ones."""
+    return host_info(tuple(rng.integers(2, 50, groups).tolist()), 10.0 ** -rng.integers(1, 6))
+
+
 def run_random(specs, seed, policy, overlap, caching, chunked, mode=None, steps=60):
     """mode: of preemption, with a host tier; None: without one."""
     rng = np.random.default_rng(seed)
@@ -23,7 +28,7 @@ def run_random(specs, seed, policy, overlap, caching, chunked, mode=None, steps=
         max_num_seqs=6,
         max_model_len=64,
         vocab_size=50,
-        host=host_info(tuple(int(n) for n in rng.integers(2, 50, len(specs))), 10.0 ** -rng.integers(1, 6)) if mode else None,
+        host=random_host(rng, len(specs)) if mode else None,
     )
     config = SchedulerConfig(
         max_num_batched_tokens=int(rng.integers(3, 40)) if chunked else 64,
@@ -87,4 +92,5 @@ def test_books_are_right_after_every_step(groups):
 
     run()
     STEPS[groups] = total
+    assert SWAPS["swap"] > 10 and SWAPS["auto"] > 10 and not SWAPS["recompute"] and not SWAPS[None], SWAPS
     assert total >= 3400, "too few steps for 10,000 in all"

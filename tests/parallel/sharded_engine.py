@@ -23,22 +23,24 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def requests(count: int, sizes: list[int]) -> None:
-    """Random requests on the tiny Llama, in a pool that is too small for them."""
+    """Random requests on the tiny Llama, in a pool that is too small for them; preemption both ways."""
     asked = random_requests(count, seed=11)
     arrivals = {r.handle: int(np.random.default_rng(r.handle).integers(0, count)) for r in asked}
-    config = scheduler_config()
 
-    def answers(tp: int):
-        executor = Limited(tiny_executor(tensor_parallel_size=tp), num_blocks=26)
+    def answers(tp: int, swap: bool):
+        executor = Limited(tiny_executor(tensor_parallel_size=tp, swap_space=0.002), num_blocks=26, host=swap)
+        config = scheduler_config(preemption_mode="swap" if swap else "auto")
         found, scheduler = run_requests(asked, config, executor.info, executor, arrivals=arrivals)
         stats = scheduler.stats()
+        assert (stats.swaps_in > 0) == swap, stats
         assert executor.executor.stats()["compiles_total"] == 0
         assert stats.preemptions > 0 and stats.prefix_hits > 0, stats
         return found
 
-    alone = answers(1)
+    alone = answers(1, swap=False)
     for tp in sizes:
-        check_equal(asked, alone, answers(tp))
+        for swap in (False, True):
+            check_equal(asked, alone, answers(tp, swap))
         print(f"tp {tp} equal", flush=True)
 
 
