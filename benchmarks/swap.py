@@ -30,7 +30,7 @@ WAYS = ("recompute", "swap", "auto")
 LONG, LONG_REPLY = 2048, 190  # tokens
 SHORT = 240  # prompt tokens of the second short request
 POOL = 141  # blocks
-SLOW_SECONDS = 0.5  # of a transfer in the part ``slow``
+SLOW_SECONDS = 2.0  # of a transfer in the part ``slow``
 
 
 class Run:

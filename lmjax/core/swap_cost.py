@@ -8,7 +8,8 @@ from lmjax.core.plan import HostTierInfo, StepPlan
 
 # parts of a step's time: the step itself, its tokens, the earlier tokens they read, transfers out, transfers in
 _STEP, _TOKENS, _PAIRS, _OUT, _IN = range(5)
-_PRIOR = 0.02  # what the starting values count, in steps that have only that part
+# what the starting values count, in steps: transfers were measured, and are a small part of a step's time
+_PRIOR = np.array([0.5, 0.5, 0.5, 3.0, 3.0])
 _MEMORY = 0.98  # of the steps before, what is left after one more
 _MOST_WRONG = 100.0  # no part costs more than so many times its starting value, nor less than that share of it
 
@@ -26,6 +27,7 @@ class SwapCosts:
         self._start = np.maximum(np.array(parts, np.float64), 1e-12)
         self._squares = np.zeros((5, 5))
         self._sums = np.zeros(5)
+        self._weight = 0.0  # of the steps in them
         self._costs: np.ndarray | None = self._start
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -38,12 +40,14 @@ class SwapCosts:
         row = np.array([1.0, plan.num_tokens, pairs, out, back]) * self._start / seconds
         self._squares = _MEMORY * self._squares + np.outer(row, row)
         self._sums = _MEMORY * self._sums + row
+        self._weight = _MEMORY * self._weight + 1.0
         self._costs = None
 
     def _solved(self) -> np.ndarray:
         """Seconds of each part."""
         if self._costs is None:
-            factors = np.linalg.solve(self._squares + _PRIOR * np.eye(5), self._sums + _PRIOR)
+            prior = _PRIOR * self._squares.diagonal() / self._weight + 1e-12  # never nothing: a part may be unseen
+            factors = np.linalg.solve(self._squares + np.diag(prior), self._sums + prior)
             self._costs = self._start * np.clip(factors, 1 / _MOST_WRONG, _MOST_WRONG)
         return self._costs
 
