@@ -170,7 +170,7 @@ def slowed(executor) -> None:
         return call
 
     host.keep, host.stage = late(host.keep), late(host.stage)
-    out, back = host_pool.measure(executor._device, len(executor.info.kv_specs))
+    out, back = host_pool.measure(executor._device, 1, len(executor.info.kv_specs))
     executor.info = replace(executor.info, host=replace(executor.info.host, out_seconds=out, in_seconds=back))
 
 

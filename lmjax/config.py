@@ -66,7 +66,8 @@ class EngineConfig:
     max_num_queued_reqs: int | None = _opt(None, "most waiting requests; more get 429")
     max_num_queued_tokens: int | None = _opt(None, "most prompt tokens waiting; more get 429")
     # devices
-    tensor_parallel_size: int = _opt(1, "number of devices that the model is spread over")
+    tensor_parallel_size: int = _opt(1, "number of devices that each layer is spread over")
+    pipeline_parallel_size: int = _opt(1, "number of stages that the layers are cut into, each with its own devices")
     enable_expert_parallel: bool = _opt(False, "spread whole experts over the devices, not a share of each")
     # programs
     compilation_cache_dir: str | None = _opt(None, "persistent compile cache (default: under LMJAX_CACHE or ~/.cache)")
@@ -81,6 +82,11 @@ class EngineConfig:
     require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")
     max_logprobs: int = _opt(20, "most log-probabilities a request may ask for")
 
+    @property
+    def num_devices(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def replace(self, **changes: Any) -> EngineConfig:
         return replace(self, **changes)
 
@@ -92,7 +98,8 @@ class EngineConfig:
                 raise ConfigError(f"{flag(f.name)}: got {value!r}, must be one of {', '.join(choices)}")
         positive = (
             "block_size max_model_len kv_cache_memory_bytes num_gpu_blocks_override max_num_seqs "
-            "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens tensor_parallel_size"
+            "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens tensor_parallel_size "
+            "pipeline_parallel_size"
         )
         for name in positive.split():
             value = getattr(self, name)
@@ -118,6 +125,8 @@ class EngineConfig:
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("--long-prefill-token-threshold needs chunked prefill, which is switched off")
+        if not self.enable_chunked_prefill and self.pipeline_parallel_size > 1:
+            raise ConfigError("--pipeline-parallel-size needs chunked prefill, which is switched off")
         return self
 
 

@@ -38,7 +38,7 @@ def compile(config: EngineConfig, device: str, autotune_results: str | None) -> 
     from lmjax.runtime.compile_bundle import compile_for_card, compile_for_cpu
 
     if device == CPU:
-        if config.tensor_parallel_size > 1 or autotune_results is not None:
+        if config.num_devices > 1 or autotune_results is not None:
             raise ConfigError("--device: cpu is one device, and is not tuned")
         written = compile_for_cpu(config, config.bundle, _tell)
     else:
@@ -53,12 +53,14 @@ def _use_cpu() -> None:
 
 
 def _deployment(config: EngineConfig, device: str) -> Deployment:
+    from lmjax.parallel.split import Degree
     from lmjax.runtime.cards import card
     from lmjax.runtime.plan import Deployment
     from lmjax.runtime.resolve import model_source
 
     found = card(device)
-    return Deployment(config, model_source(config), found, config.tensor_parallel_size, config.enable_expert_parallel)
+    degree = Degree(config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel)
+    return Deployment(config, model_source(config), found, degree)
 
 
 def _tell(message: str) -> None:

@@ -53,6 +53,8 @@ class EngineStats:
     scheduled_tokens: int = 0
     padded_tokens: int = 0
     compiles: int = 0  # after ready
+    pipeline_ticks: int = 0
+    pipeline_idle_ticks: int = 0  # in which no step entered, though others were under way
     step_host_seconds: float = 0.0
     step_device_seconds: float = 0.0
     iteration_tokens: list[int] = field(default_factory=list)  # scheduled tokens of each step since the last snapshot

@@ -17,7 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.gpu_programs import Case, read
 
-MODELS = (("llama-3.1-8b", 1), ("llama-3.1-8b", 2), ("llama-3.1-8b", 8), ("llama-3.3-70b", 8), ("mixtral-8x7b", 8))
+# model, tensor-parallel degree, pipeline stages
+MODELS = (
+    *(("llama-3.1-8b", tp, 1) for tp in (1, 2, 8)),
+    ("llama-3.3-70b", 8, 1),
+    ("llama-3.3-70b", 4, 2),
+    ("mixtral-8x7b", 8, 1),
+)
 
 
 def main() -> None:
@@ -26,15 +32,16 @@ def main() -> None:
     layers = parser.parse_args().layers
     print("| program | kernels/layer | all-reduces | command buffers | args / pool / temp MiB | seconds |")
     print("|---|---|---|---|---|---|", flush=True)
-    for model, tp in MODELS:
+    for model, tp, pp in MODELS:
         for tokens in (64, 2048, 8192):
-            case, began = Case(model, tp, tokens, layers=layers), time.monotonic()
+            case, began = Case(model, tp, tokens // pp, layers=layers, pp=pp), time.monotonic()
             found = read(case)
             sizes = " / ".join(
                 f"{n / 2**20:.1f}" for n in (found.argument_bytes, found.pool_bytes, found.temporary_bytes)
             )
             assert found.alias_bytes >= found.pool_bytes and not found.pool_makers, case
-            row = f"| {model} {'EP' if case.expert_parallel else 'TP'} {tp}, T={tokens} | {found.kernels_of_a_layer} | "
+            how = f"{'EP' if case.expert_parallel else 'TP'} {tp}" + (f" PP {pp}" if pp > 1 else "")
+            row = f"| {model} {how}, T={case.tokens} | {found.kernels_of_a_layer} | "
             row += f"{found.num_all_reduces} | {found.num_command_buffers} | {sizes} | {time.monotonic() - began:.0f} |"
             print(row, flush=True)
             read.cache_clear()

@@ -75,6 +75,8 @@ _COUNTERS = (
     ("scheduled_tokens", "scheduled_tokens", "Tokens given to steps"),
     ("padded_tokens", "padded_tokens", "Tokens of padding in steps"),
     ("compiles", "compiles", "Programs compiled after the engine was ready"),
+    ("pipeline_ticks", "pipeline_ticks", "Ticks of the pipeline (0: there is none)"),
+    ("pipeline_idle_ticks", "pipeline_idle_ticks", "Ticks in which no step entered the pipeline"),
     ("step_host_seconds", "step_host_seconds", "Host time of steps"),
     ("step_device_seconds", "step_device_seconds", "Device time of steps"),
 )

@@ -84,13 +84,15 @@ def compile(
     kernel: str = "",
     options: dict[str, Any] | None = None,
 ) -> Compiled:
-    """args: trees of ShapeDtypeStruct; those without a sharding are replicated over the mesh (one axis, "tp").
+    """args: trees of ShapeDtypeStruct; those without a sharding are replicated over the mesh of the others (if there is
+    none, one axis, "tp").
 
     dump_ptx: fills ``kernels`` with those whose entry point contains ``kernel`` (all by default: XLA's fusions, too),
     with registers and spills where ptxas is there. Gate by the card's capability first: what a card cannot do may
     abort the process. options: more of XLA's, by name.
     """
-    over = mesh(card, devices)
+    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if leaf.sharding]
+    over = meshes[0] if meshes else mesh(card, devices)
 
     def placed(x: Any) -> Any:
         return x if x.sharding else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)

@@ -19,6 +19,7 @@ from lmjax.core.plan import (
     StepPlan,
     StepResult,
     TokenColumns,
+    empty_plan,
     pack_rows,
     row_width,
     unpack_rows,
@@ -48,6 +49,7 @@ def fake_info(
     vocab_size: int = 1000,
     max_logprobs: int = 5,
     token_buckets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512),
+    stages: int = 1,
     host: HostTierInfo | int | None = None,
 ) -> ExecutorInfo:
     """``num_blocks``: with the null block; one number for all groups. ``host``: the same, of the host tier."""
@@ -56,7 +58,16 @@ def fake_info(
     if isinstance(host, int):
         host = host_info((host,) * len(specs))
     return ExecutorInfo(
-        specs, num_blocks, block_size, max_num_seqs, max_model_len, vocab_size, max_logprobs, token_buckets, host
+        specs,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        max_model_len,
+        vocab_size,
+        max_logprobs,
+        token_buckets,
+        stages,
+        host,
     )
 
 
@@ -164,6 +175,8 @@ class FakeExecutor:
             self.loads[load.slot] = load
             self.tokens[load.slot] = -1
             self.tokens[load.slot, : len(load.history)] = load.history
+
+    def _patch(self, plan: StepPlan) -> None:
         if len(plan.patches):
             group, slot, column, block = plan.patches.T
             places = set(zip(group.tolist(), slot.tolist(), column.tolist(), strict=True))
@@ -183,16 +196,19 @@ class FakeExecutor:
 
     def _run(self, plan: StepPlan) -> StepResult:
         self._load(plan)
+        self._check_plan(plan)
+        return self._sample(plan, self._forward(plan, self._inputs(plan)))
+
+    def _forward(self, plan: StepPlan, inputs: list[np.ndarray]) -> list[int]:
+        """Of one stage: swaps, tables, copies, KV. Returns a hash of what each row saw."""
         self._swap(plan)
+        self._patch(plan)
         for group, source, target in plan.copies:
             assert source and target, "copy with the null block"
             self.pools[group][target] = self.pools[group][source]
-        self._check_plan(plan)
-        inputs = self._inputs(plan)
         for row, ids in enumerate(inputs):  # all rows of a layer write before any of them reads
             self._write(int(plan.slots[row]), int(plan.starts[row]), ids)
-        hashes = [self._read(plan, row) for row in range(plan.num_rows)]
-        return self._sample(plan, hashes)
+        return [self._read(plan, row) for row in range(plan.num_rows)]
 
     def _swap(self, plan: StepPlan) -> None:
         for group, block, place in plan.swaps_out:
@@ -334,12 +350,14 @@ class Driver:
 
     def step(self) -> bool:
         """Plans and submits a step, reads the one before (without overlap: the same). False if nothing was done."""
-        plan = self.scheduler.schedule()
+        plan, stages = self.scheduler.schedule(), self.executor.info.stages
+        if plan is None and any(before.num_rows for before, _ in list(self._in_flight)[1 - stages :][: stages - 1]):
+            plan = empty_plan()
         if plan is not None:
             self._in_flight.append((plan, self.executor.submit(plan)))
         elif not self._in_flight:
             self._note(self.scheduler.take_events())
-        depth = 1 if self.overlap and plan is not None else 0
+        depth = stages - 1 + self.overlap if plan is not None else 0
         worked = plan is not None or bool(self._in_flight)
         while len(self._in_flight) > depth:
             before, in_flight = self._in_flight.popleft()

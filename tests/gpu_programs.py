@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -33,13 +34,19 @@ class Case:
     tokens: int
     layers: int = 4
     card: str = "h200"
+    pp: int = 1
 
     @property
     def expert_parallel(self) -> bool:
         return self.model.startswith("mixtral") and self.tp > 1
 
     def __str__(self) -> str:
-        return f"{self.model} {'EP' if self.expert_parallel else 'TP'} {self.tp} T={self.tokens} L={self.layers}"
+        how = f"{'EP' if self.expert_parallel else 'TP'} {self.tp}" + (f" PP {self.pp}" if self.pp > 1 else "")
+        return f"{self.model} {how} T={self.tokens} L={self.layers}"
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True)
@@ -80,34 +87,39 @@ class Read:
         return [i.name for i in self.instructions if self.pool_shape in i.shape and i.opcode not in passing]
 
 
-@functools.cache
-def read(case: Case) -> Read:
-    config = json.loads((CONFIGS / f"{case.model}.json").read_text())
-    if case.layers:
-        config["num_hidden_layers"] = case.layers
-    spec = split.spread(spec_from_hf(config, CONTEXT), case.tp, case.expert_parallel)
+def make_shapes(case: Case, config: dict[str, Any]) -> Shapes:
+    degree = split.Degree(case.tp, case.pp, case.expert_parallel)
     card = cards.card(case.card)
-    placement = Placement(make_mesh(cards.topology(card, case.tp)), case.expert_parallel)
+    placement = Placement(make_mesh(cards.topology(card, case.devices), case.pp), case.expert_parallel)
+    spec = split.spread(spec_from_hf(config, CONTEXT), degree)
     kv_specs = decoder.kv_specs(spec, "bfloat16")
-    blocks = tuple(POOL_GIB * 2**30 * case.tp // (16 * kv.bytes_per_token()) for kv in kv_specs)
-    shapes = Shapes(
+    return Shapes(
         spec=spec,
         dtype="bfloat16",
         kv_specs=kv_specs,
-        num_blocks=blocks,
+        num_blocks=tuple(POOL_GIB * 2**30 * case.devices // (16 * kv.bytes_per_token()) for kv in kv_specs),
         block_size=16,
         max_num_seqs=MAX_SEQS,
         max_model_len=CONTEXT,
         max_logprobs=20,
         env=placement.env(card.target()),
         placement=placement,
+        most_tokens=max(case.tokens, 2048 // case.pp),
     )
+
+
+@functools.cache
+def read(case: Case) -> Read:
+    config = json.loads((CONFIGS / f"{case.model}.json").read_text())
+    if case.layers:
+        config["num_hidden_layers"] = case.layers
+    shapes = make_shapes(case, config)
     program = forward_program(shapes, ForwardKey(case.tokens, min(case.tokens, MAX_SEQS)))
     done = deviceless.compile(
         program.function,
         *program.arguments,
         card=case.card,
-        devices=case.tp,
+        devices=case.devices,
         donate=program.donate,
         dump_ptx=True,
         kernel="none of them",
@@ -115,11 +127,11 @@ def read(case: Case) -> Read:
     (pool,) = shapes.pools()
     local = pool.sharding.shard_shape(pool.shape)
     return Read(
-        layers=len(spec.layers),
+        layers=len(shapes.spec.layers),
         instructions=hlo.entry(done.text),
         thunks=done.thunks,
         pool_shape=f"bf16[{','.join(map(str, local))}]",
-        pool_bytes=jnp.dtype(pool.dtype).itemsize * pool.size // case.tp,
+        pool_bytes=jnp.dtype(pool.dtype).itemsize * pool.size // case.devices,
         alias_bytes=done.memory.alias_size_in_bytes,
         argument_bytes=done.memory.argument_size_in_bytes,
         temporary_bytes=done.memory.temp_size_in_bytes,

@@ -58,8 +58,9 @@ class HostTier:
         self._block_bytes = [spec.bytes_per_token() * size for spec in specs]
         for group, pool in enumerate(device_pools):
             pool.on_evict = partial(self._evicted, group)
-            # a transfer costs the same for one block as for a batch
-            pool.evict_batch = max(pool.evict_batch, min(info.batch, pool.num_blocks // 16))
+        # (when nothing is written, when something is): a transfer costs the same for one block as for a batch
+        sizes = [(pool.evict_batch, min(info.batch, pool.num_blocks // 16)) for pool in device_pools]
+        self._evict_batches = [(small, max(small, large)) for small, large in sizes]
         self._swaps_out: list[Transfer] = []
         self._swaps_in: list[Transfer] = []
         self._wanted: dict[bytes, list[Saved]] = {}
@@ -97,6 +98,7 @@ class HostTier:
         """Keeps those of the device's blocks (intp [n]) that lose their names and are worth it."""
         device, host, wanted = self._device_pools[group], self.pools[group], self._wanted
         kept = self._worth_keeping()
+        device.evict_batch = self._evict_batches[group][kept or bool(wanted)]
         found = [(block, device.digests[block]) for block in blocks.tolist()]
         found = [(b, name) for b, name in found if name not in host.by_digest and (kept or name in wanted)]
         if kept and wanted:
@@ -141,6 +143,8 @@ class HostTier:
         new = [name for name in saved.names if name not in self._wanted]
         for name in saved.names:
             self._wanted.setdefault(name, []).append(saved)
+        for device, batches in zip(self._device_pools, self._evict_batches, strict=True):
+            device.evict_batch = batches[True]
         for pool in self.pools:
             there = _places(pool, new)
             if len(there):

@@ -73,6 +73,13 @@ class StepPlan:
         return self.num_decode + len(self.token_ids)
 
 
+def empty_plan() -> StepPlan:
+    """What a pipeline is given while it has work and no request can have a token: the others move on."""
+    ids, handles, tokens = np.zeros(0, np.intp), np.zeros(0, np.int64), np.zeros(0, np.int32)
+    patches = np.zeros((0, 4), np.int32)
+    return StepPlan(-1, 0, ids, handles, handles, tokens, tokens, np.zeros(0, bool), tokens, None, patches)
+
+
 class TokenColumns(NamedTuple):
     """Token rows taken apart (views)."""
 
@@ -164,6 +171,7 @@ class ExecutorInfo:
     vocab_size: int  # rows of the embedding; a prompt id must be below it
     max_logprobs: int
     token_buckets: tuple[int, ...]  # ascending; a step has at most token_buckets[-1] tokens
+    stages: int = 1  # of a pipeline: so many steps are under way, and each is read so many submits later
     host: HostTierInfo | None = None  # None: there is no host tier
 
     def __post_init__(self) -> None:
@@ -171,7 +179,9 @@ class ExecutorInfo:
 
 
 class Executor(Protocol):
-    """Runs plans in order. ``submit`` returns at dispatch, ``collect`` waits; at most two steps are in flight."""
+    """Runs plans in order. ``submit`` returns at dispatch, ``collect`` waits; at most ``info.stages`` + 1 steps are in
+    flight. With several stages a step is only done, and may only be collected, when ``stages`` - 1 more (``empty_plan``
+    if there is no other) were submitted."""
 
     info: ExecutorInfo
 

@@ -31,6 +31,7 @@ class PrefillPlanner:
         config = state.config
         self.chunked = config.enable_chunked_prefill
         self.most = min(budget, config.long_prefill_token_threshold or budget)
+        self.most_rows = self._most_rows = -(-state.info.max_num_seqs // state.info.stages)  # of a step
         self.rows: list[PrefillRow] = []
         self._open: PrefillRow | None = None  # the last one, while it is not committed
         self.copies: list[tuple[int, int, int]] = []
@@ -40,6 +41,7 @@ class PrefillPlanner:
     def plan(self, num_decode: int) -> list[PrefillRow]:
         """The step's prefill rows beside ``num_decode`` decode rows."""
         self.rows, self.copies, self.new_decodes = [], [], []
+        self._most_rows = self.most_rows - num_decode
         left = self.budget - num_decode
         if self.state.prefill:
             left = self._continue_running(left)
@@ -52,7 +54,7 @@ class PrefillPlanner:
 
     def _continue_running(self, left: int) -> int:
         for request in list(self.state.prefill):
-            if left <= 0:
+            if left <= 0 or len(self.rows) >= self._most_rows:
                 break
             if request.slot >= 0:
                 start = int(self.state.table.computed[request.slot])
@@ -82,7 +84,7 @@ class PrefillPlanner:
         state = self.state
         # a slot that was given back in this step is not handed out again in it: its patches would collide, and
         # who was preempted may still have a token on its way
-        while left > 0 and not state.vacated and state.table.num_free:
+        while left > 0 and not state.vacated and state.table.num_free and len(self.rows) < self._most_rows:
             request = state.queue.peek()
             if request is None or request.pending:
                 break

@@ -43,7 +43,8 @@ def request_seed(config_seed: int, handle: int) -> int:
 class Scheduler:
     """``add`` and ``abort`` at any time; then ``schedule`` -> run the plan -> ``update``.
 
-    At most one plan may be without its ``update`` when ``schedule`` is called. Plans are updated in order.
+    At most ``info.stages`` plans may be without their ``update`` when ``schedule`` is called. Updates come in order.
+    With several stages a call is a tick of the pipeline: the executor is given the plan, or an empty one.
     """
 
     def __init__(self, config: SchedulerConfig, info: ExecutorInfo):
@@ -56,6 +57,7 @@ class Scheduler:
         self._longest = self.state.kv.longest_chunked()
         self._next_sequence = 0
         self._next_step = 0
+        self._tick = 0
         self._iteration_tokens: deque[int] = deque(maxlen=_MOST_ITERATIONS)
 
     # requests
@@ -153,6 +155,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if no request can have a token in it."""
         began = time.perf_counter()
+        if self.info.stages > 1:
+            self._begin_tick()
         plan = self._schedule_once()
         while plan is None and self.state.vacated:
             # all that it found was somebody without room; what that freed can be given out now
@@ -160,11 +164,20 @@ class Scheduler:
         self.state.stats.plan_seconds += time.perf_counter() - began
         return plan
 
+    def _begin_tick(self) -> None:
+        """Of a pipeline: the next group has its step."""
+        state = self.state
+        self._tick += 1
+        state.turn = self._tick % self.info.stages
+        state.table.begin_tick(self._tick)
+        if state.decode_left:
+            state.forget_left()
+        state.balance()
+
     def _schedule_once(self) -> StepPlan | None:
         state = self.state
         if state.decode_left:
-            state.decode = state.decode[state.table.handles[state.decode] >= 0]
-            state.decode_left = False
+            state.forget_left()
         state.vacated = False
         slots = self._decode_slots()
         rows: list[PrefillRow] = []
@@ -231,6 +244,7 @@ class Scheduler:
         )
         if state.tier is not None:
             plan.swaps_out, plan.swaps_in = state.tier.take()
+        table.note_planned(slots)
         state.slot_loads = []
         state.release_ready_groups()
         self._next_step += 1

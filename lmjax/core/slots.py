@@ -20,8 +20,12 @@ class SlotTable:
     so far). A decode row is computed = planned - 1.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int):
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, stages: int = 1):
         self.num_slots = num_slots
+        self._stages = stages
+        self._tick = 0
+        self.last_ticks = np.zeros(num_slots, np.int64)  # in which a slot was planned; kept only for a pipeline
+        self._resting: list[tuple[int, int]] = []  # (tick from which it may be taken, slot)
         self.requests: list[Request | None] = [None] * num_slots
         cols = -(-max_model_len // block_size)
         self.tokens = np.zeros((num_slots, cols * block_size), np.int32)
@@ -48,6 +52,22 @@ class SlotTable:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_taken(self) -> int:
+        return self.num_slots - len(self._free) - len(self._resting)
+
+    def begin_tick(self, tick: int) -> None:
+        """Slots given back may be taken again when no stage of the pipeline holds a step of theirs any more: sampling
+        reads a slot's parameters and tokens at the end."""
+        self._tick = tick
+        if self._resting:
+            self._free += [slot for ready, slot in self._resting if ready <= tick]
+            self._resting = [entry for entry in self._resting if entry[0] > tick]
+
+    def note_planned(self, slots: np.ndarray) -> None:
+        if self._stages > 1:
+            self.last_ticks[slots] = self._tick
 
     @property
     def any_many_stops(self) -> bool:
@@ -98,7 +118,10 @@ class SlotTable:
             if not self._num_with_logprobs[k]:
                 del self._num_with_logprobs[k]
                 self.most_logprobs = max(self._num_with_logprobs)
-        self._free.append(slot)
+        if self._stages > 1:
+            self._resting.append((int(self.last_ticks[slot]) + self._stages, slot))
+        else:
+            self._free.append(slot)
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """One more known token for each of ``slots`` (intp [n]). Returns int32 [n], tokens known now."""
@@ -114,7 +137,8 @@ class SlotTable:
 
     def check_integrity(self) -> None:
         used = [slot for slot, request in enumerate(self.requests) if request is not None]
-        assert sorted(used + self._free) == list(range(self.num_slots)), "slots"
+        resting = [slot for _, slot in self._resting]
+        assert sorted(used + self._free + resting) == list(range(self.num_slots)), "slots"
         widest = max((len(r.stop_ids) for r in self.requests if r and len(r.stop_ids) <= MAX_STOP_IDS), default=0)
         assert self.stop_width == widest, "rows of stop ids"
         asked = [r.params.logprobs for r in self.requests if r and r.params.logprobs is not None]

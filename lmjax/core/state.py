@@ -30,12 +30,13 @@ class EngineState:
     def __init__(self, config: SchedulerConfig, info: ExecutorInfo):
         self.config, self.info = config, info
         self.caching = config.enable_prefix_caching
-        self.table = SlotTable(info.max_num_seqs, info.max_model_len, info.block_size)
+        self.table = SlotTable(info.max_num_seqs, info.max_model_len, info.block_size, info.stages)
         cols = -(-info.max_model_len // info.block_size)
         self.kv = KVManager(info.kv_specs, info.num_blocks, info.block_size, info.max_num_seqs, cols)
         self.queue = WaitingQueue()
         self.requests: dict[int, Request] = {}
-        self.decode = np.zeros(0, np.intp)  # slots
+        self.turn = 0  # which of the pipeline's groups of decode rows has its step now; a group has every p-th step
+        self.groups = [np.zeros(0, np.intp) for _ in range(info.stages)]  # slots
         self.prefill: list[Request] = []  # by rank
         self.ready_groups: list[ForkGroup] = []  # their choices may fork from the next step on
         self.stats = SchedulerStats()
@@ -50,7 +51,29 @@ class EngineState:
 
     @property
     def num_running(self) -> int:
-        return self.table.num_slots - self.table.num_free
+        return self.table.num_taken
+
+    @property
+    def decode(self) -> np.ndarray:
+        """Slots that decode in the step being planned."""
+        return self.groups[self.turn]
+
+    @decode.setter
+    def decode(self, slots: np.ndarray) -> None:
+        self.groups[self.turn] = slots
+
+    def forget_left(self) -> None:
+        """Takes the slots that were given back out of the groups."""
+        handles = self.table.handles
+        self.groups = [slots[handles[slots] >= 0] for slots in self.groups]
+        self.decode_left = False
+
+    def balance(self) -> None:
+        """Groups of equal size: what this one has too much goes with the next step."""
+        most = -(-sum(map(len, self.groups)) // len(self.groups))
+        mine, after = self.decode, (self.turn + 1) % len(self.groups)
+        if len(mine) > most:
+            self.decode, self.groups[after] = mine[:most], np.concatenate((mine[most:], self.groups[after]))
 
     # into a slot
 
@@ -302,8 +325,9 @@ class EngineState:
         assert sorted(r.handle for r in held) == sorted(r.handle for g in groups.values() for r in g.held), "held"
         running = {r.slot for r in self.requests.values() if r.state is State.RUNNING}
         assert running == {s for s, r in enumerate(table.requests) if r is not None}, "running requests"
-        decode = [s for s in self.decode.tolist() if table.handles[s] >= 0]
-        assert self.decode_left or len(decode) == len(self.decode), "a free slot decodes"
+        listed = np.concatenate(self.groups).tolist()
+        decode = [s for s in listed if table.handles[s] >= 0]
+        assert self.decode_left or len(decode) == len(listed), "a free slot decodes"
         prefill = [r.slot for r in self.prefill]
         ending = [s for s in running if table.planned[s] == table.limit[s] and s not in prefill]
         decode = [s for s in decode if s not in ending]

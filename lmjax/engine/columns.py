@@ -56,6 +56,8 @@ def engine_stats(core: SchedulerStats, device: dict[str, float], host_seconds: f
         scheduled_tokens=core.scheduled_tokens,
         padded_tokens=int(device.get("padded_tokens_total", 0)),
         compiles=int(device.get("compiles_total", 0)),
+        pipeline_ticks=int(device.get("pipeline_ticks_total", 0)),
+        pipeline_idle_ticks=int(device.get("pipeline_idle_ticks_total", 0)),
         step_host_seconds=host_seconds,
         step_device_seconds=float(device.get("device_seconds", 0.0)),
         iteration_tokens=core.iteration_tokens,

@@ -7,10 +7,12 @@ Nothing here looks at single rows: a step costs the same few array copies for 1 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
-from lmjax.core.plan import Executor, StepPlan
+from lmjax.core.plan import Executor, StepPlan, empty_plan
 from lmjax.core.scheduler import Scheduler
 from lmjax.engine.columns import engine_stats, new_request, step_record
 from lmjax.engine.records import AbortRequest, AddRequest, Inbound, Shutdown, StepRecord
@@ -27,7 +29,7 @@ _STUCK = 0.02  # there is work, but none of it can be planned: look again after 
 class Engine:
     """Scheduler and executor of one model. Not thread-safe: one thread calls it.
 
-    ``publish`` gets each step's record. ``overlap``: two steps in flight instead of one.
+    ``publish`` gets each step's record. ``overlap``: one step more in flight than the executor has stages.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class Engine:
         overlap: bool = True,
     ):
         self.scheduler, self.executor = scheduler, executor
-        self._publish, self._overlap = publish, overlap
-        self._in_flight: tuple[StepPlan, Any] | None = None
+        self._publish = publish
+        self._stages = executor.info.stages
+        self._depth = self._stages - 1 + overlap  # steps that stay in flight
+        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self._stopping = False
         self._host_seconds = 0.0
         self._next_stats = 0.0
@@ -60,7 +64,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self._in_flight is not None or self.scheduler.has_work()
+        return bool(self._in_flight) or self.scheduler.has_work()
 
     def handle(self, message: Inbound) -> None:
         match message:
@@ -72,12 +76,19 @@ class Engine:
                 self._stopping = True
 
     def step(self) -> bool:
-        """Submits one step and collects one: with overlap the one before. False if there was nothing to do."""
+        """Submits one step and collects one: with overlap the one before. False if there was nothing to do.
+
+        A pipeline's step is collected as many steps later as it has stages.
+        """
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
-        done = None if plan is None else (plan, self.executor.submit(plan))
-        if self._overlap:
-            done, self._in_flight = self._in_flight, done
+        if plan is None and self._on_their_way():
+            plan = empty_plan()
+        if plan is not None:
+            self._in_flight.append((plan, self.executor.submit(plan)))
+        done = None
+        if len(self._in_flight) > (0 if plan is None else self._depth):
+            done = self._in_flight.popleft()
         output, waited = None, 0.0
         if done is not None:
             submitted = time.perf_counter()
@@ -90,6 +101,10 @@ class Engine:
             self._tell(record or StepRecord(), now)
         self._host_seconds += time.perf_counter() - begin - waited
         return plan is not None or done is not None
+
+    def _on_their_way(self) -> bool:
+        """Whether a stage but the last holds a step: it needs others to push it on."""
+        return any(plan.num_rows for plan, _ in islice(reversed(self._in_flight), self._stages - 1))
 
     def stats(self) -> EngineStats:
         """A snapshot; it takes ``iteration_tokens`` with it."""

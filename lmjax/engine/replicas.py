@@ -67,7 +67,7 @@ class Replicas:
         """
         config.validate()
         self = cls(config, executor)
-        _devices_of(count - 1, count, config.tensor_parallel_size)
+        _devices_of(count - 1, count, config.num_devices)
         try:
             await self._start_one(0, progress)
             first = self._engines[0]
@@ -197,7 +197,7 @@ class Replicas:
             lambda reason: self._lose(index, reason),
             executor=self._executor,
             front=self._front,
-            environment=_devices_of(index, index + 1, self._config.tensor_parallel_size),
+            environment=_devices_of(index, index + 1, self._config.num_devices),
         )
         self._engines[index] = engine
         log.info("engine %d is ready", index)

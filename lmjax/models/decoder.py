@@ -6,7 +6,7 @@ KV on every step.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -36,13 +36,14 @@ from lmjax.types import KVSpec
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 
-__all__ = ["abstract_params", "forward", "init_params", "kv_specs", "logits", "pool_shape"]
+__all__ = ["abstract_params", "embed", "forward", "init_params", "kv_specs", "logits", "pool_shape", "run_layers"]
 
 Pools = tuple[jax.Array, ...]  # one a KV group, [layers, 2, blocks, K, B, H]
 
 
 def kv_specs(spec: DecoderSpec, dtype: str) -> tuple[KVSpec, ...]:
-    """The KV groups, in the order of ``AttentionSpec.group``; dtype is that of the pools."""
+    """The KV groups, in the order of ``AttentionSpec.group``; dtype is that of the pools. Layers of a pipeline are
+    numbered stage by stage."""
     groups: dict[int, list[int]] = {}
     for i, layer in enumerate(spec.layers):
         groups.setdefault(layer.attention.group, []).append(i)
@@ -52,7 +53,7 @@ def kv_specs(spec: DecoderSpec, dtype: str) -> tuple[KVSpec, ...]:
         out.append(
             KVSpec(
                 kind="full" if a.window is None else "window",
-                layers=tuple(groups[group]),
+                layers=tuple(stage * len(spec.layers) + i for stage in range(spec.stages) for i in groups[group]),
                 kv_heads=a.kv_heads,
                 k_dim=a.head_dim,
                 v_dim=a.head_dim,
@@ -74,9 +75,22 @@ def forward(
     """Hidden states after the final norm [D, T] (in the parameters' dtype) and the pools with the step's KV written.
 
     Donate the pools: they are then updated in place. Hidden states of padding tokens are finite and mean nothing.
-    With ``env.axis`` parameters, spec and pools are one device's share; the result is whole on every device.
+    With axes in ``env`` parameters, spec and pools are one device's share; the result is whole on every device.
     """
-    x = _embed(params.embed, batch.token_ids, env).T
+    x = embed(params, batch.token_ids, env)
+    x, pools = run_layers(params.layers, spec, x, pools, batch, env)
+    return rms_norm(x, params.norm, spec.norm_eps), pools
+
+
+def run_layers(
+    layers: Sequence[LayerParams],
+    spec: DecoderSpec,
+    x: jax.Array,
+    pools: Pools,
+    batch: Batch,
+    env: Env,
+) -> tuple[jax.Array, Pools]:
+    """x [D, T], the residual stream, through ``spec.layers``."""
     step = _Step(
         batch=batch,
         rope=_rope(spec, batch),
@@ -84,29 +98,31 @@ def forward(
     )
     layer_ids = _layer_ids(spec, batch)
     state = list(pools)
-    for i, (layer, weights) in enumerate(zip(spec.layers, params.layers, strict=True)):
-        group, kind = layer.attention.group, _kind(layer)
+    for i, (layer, weights) in enumerate(zip(spec.layers, layers, strict=True)):
+        group, kind = layer.attention.group, layer.kind
         x, state[group] = _layer(weights, x, state[group], step, layer_ids[i], kind=kind, eps=spec.norm_eps, env=env)
-    return rms_norm(x, params.norm, spec.norm_eps), tuple(state)
+    return x, tuple(state)
 
 
 def logits(params: DecoderParams, spec: DecoderSpec, hidden: jax.Array, env: Env = ALONE) -> jax.Array:
-    """hidden [D, S] (columns of ``forward``'s first result) -> float32 [V, S]; with ``env.axis`` this device's rows of
-    it, -inf where the vocabulary is padded."""
+    """hidden [D, S] (columns of ``forward``'s first result) -> float32 [V, S]; with ``env.vocab_axis`` this device's
+    rows of it, -inf where the vocabulary is padded."""
     y = matmul(params.embed if spec.tie_embeddings else params.head, hidden)
+    env = env.for_vocab
     if env.axis is None:
         return y
     rows = env.first(y.shape[0]) + jnp.arange(y.shape[0], dtype=jnp.int32)
     return jnp.where((rows < spec.vocab)[:, None], y, -jnp.inf)
 
 
-def _embed(table: jax.Array, token_ids: jax.Array, env: Env) -> jax.Array:
-    """table [V, D] (with ``env.axis`` this device's rows), token_ids int32 [T] -> [T, D]."""
+def embed(params: DecoderParams, token_ids: jax.Array, env: Env = ALONE) -> jax.Array:
+    """token_ids int32 [T] -> [D, T]. With ``env.vocab_axis`` a device has some rows of the table."""
+    table, env = params.embed, env.for_vocab
     if env.axis is None:
-        return table[token_ids]
+        return table[token_ids].T
     rows = token_ids - env.first(table.shape[0])
     here = (rows >= 0) & (rows < table.shape[0])
-    return env.sum(jnp.where(here[:, None], table[jnp.where(here, rows, 0)], jnp.zeros((), table.dtype)))
+    return env.sum(jnp.where(here[:, None], table[jnp.where(here, rows, 0)], jnp.zeros((), table.dtype))).T
 
 
 class _Step(NamedTuple):
@@ -150,11 +166,6 @@ def _write_targets(batch: Batch, block_size: int) -> list[tuple[jax.Array, jax.A
     column, offset = batch.positions // block_size, batch.positions % block_size
     tables = [batch.block_tables[g] for g in range(batch.block_tables.shape[0])]
     return [(jnp.where(real, table[batch.token_rows, column], 0), offset) for table in tables]
-
-
-def _kind(layer: LayerSpec) -> LayerSpec:
-    """The spec without the layer's place: equal for all layers that run the same code."""
-    return replace(layer, attention=replace(layer.attention, index=0))
 
 
 @partial(jax.jit, static_argnames=("kind", "eps", "env"))  # traced and lowered once a kind: a start takes half as long

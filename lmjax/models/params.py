@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -82,14 +84,20 @@ class ParamSpec:
 
 
 def param_specs(spec: DecoderSpec) -> DecoderParams:
-    """The tree with a ``ParamSpec`` at every leaf."""
+    """The tree with a ``ParamSpec`` at every leaf. With pipeline stages a layer's leaves are those of the layers at its
+    place in all stages: [stages, ...]."""
     d, v = spec.hidden, spec.num_vocab_rows
+    layers = tuple(LayerParams(attn=_attention(layer.attention, d), mlp=_mlp(layer.mlp, d)) for layer in spec.layers)
     return DecoderParams(
         embed=ParamSpec((v, d), ("vocab", "embed")),
-        layers=tuple(LayerParams(attn=_attention(layer.attention, d), mlp=_mlp(layer.mlp, d)) for layer in spec.layers),
+        layers=layers if spec.stages == 1 else jax.tree.map(partial(_of_all_stages, spec.stages), layers),
         norm=ParamSpec((d,), ("embed",), "ones"),
         head=None if spec.tie_embeddings else ParamSpec((v, d), ("vocab", "embed")),
     )
+
+
+def _of_all_stages(stages: int, p: ParamSpec) -> ParamSpec:
+    return ParamSpec((stages, *p.shape), ("stages", *p.axes), p.init)
 
 
 def _attention(a: AttentionSpec, d: int) -> AttentionParams:
@@ -183,3 +191,17 @@ def dotted(path: tuple[Any, ...]) -> str:
         raise TypeError(f"unknown kind of tree key {key!r}")
 
     return ".".join(part(key) for key in path)
+
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a dotted name belongs to, None for embedding, head and last norm."""
+    found = _LAYER.match(name)
+    return int(found.group(1)) if found else None
+
+
+def with_layer(name: str, layer: int) -> str:
+    """The same parameter of another layer."""
+    return _LAYER.sub(f"layers.{layer}.", name, count=1)

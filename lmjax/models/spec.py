@@ -5,7 +5,7 @@ All specs are frozen and hashable: they are static arguments of the compiled pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -79,6 +79,11 @@ class LayerSpec:
     attention: AttentionSpec
     mlp: MlpSpec | MoeSpec
 
+    @property
+    def kind(self) -> LayerSpec:
+        """The spec without the layer's place: equal for all layers that run the same code."""
+        return replace(self, attention=replace(self.attention, index=0))
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
@@ -93,6 +98,7 @@ class DecoderSpec:
     tie_embeddings: bool  # the head is the embedding
     max_len: int  # longest sequence to serve: max_model_len, or the model's own if that was None
     vocab_rows: int | None = None  # rows of embedding and head, if not V: padded, or one device's share
+    stages: int = 1  # of a pipeline. With more than one ``layers`` are a stage's: all stages have the same kinds
 
     @property
     def num_vocab_rows(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,20 @@ class Env:
     """A static argument. With ``axis`` the code runs inside a ``shard_map``: heads, ffn, experts and vocabulary are
     this device's share, activations are whole, and what each device adds to them is summed explicitly.
 
-    ``spread_experts``: a device holds some experts whole (expert parallel), not a share of each.
+    ``spread_experts``: a device holds some experts whole (expert parallel), not a share of each. ``vocab_axis``: what
+    the vocabulary is spread over.
     """
 
     target: Target = CPU
     attention: Backend = "auto"
-    axis: str | None = None
+    axis: str | tuple[str, ...] | None = None
     spread_experts: bool = False
+    vocab_axis: str | tuple[str, ...] | None = None
+
+    @property
+    def for_vocab(self) -> Env:
+        """The same for embedding and head."""
+        return replace(self, axis=self.vocab_axis)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """x of all devices added up, in x's dtype: in float32 a decode step would send twice the bytes."""

@@ -13,13 +13,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import Env
 from lmjax.parallel import split
-from lmjax.parallel.rules import LOGITS, POOL, REPLICATED, TP, partition_specs
+from lmjax.parallel.rules import ALL, LOGITS, POOL, PP, REPLICATED, STAGES, TP, partition_specs
 from pallas_kernels.platform import Backend, Target
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``mesh``: one axis, ``tp``. ``expert_parallel``: devices hold whole experts, not a share of each."""
+    """``mesh``: axes ``pp`` (pipeline stages) and ``tp``. ``expert_parallel``: devices hold whole experts, not a share
+    of each."""
 
     mesh: Mesh
     expert_parallel: bool = False
@@ -28,13 +29,31 @@ class Placement:
     def size(self) -> int:
         return self.mesh.devices.size
 
+    @property
+    def degree(self) -> split.Degree:
+        return split.Degree(tp=self.mesh.shape[TP], pp=self.mesh.shape[PP], expert_parallel=self.expert_parallel)
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.shape[PP]
+
     def env(self, target: Target, attention: Backend = "auto") -> Env:
-        spread = self.size > 1
-        return Env(target, attention, TP if spread else None, spread and self.expert_parallel)
+        within = self.mesh.shape[TP] > 1
+        return Env(
+            target,
+            attention,
+            axis=TP if within else None,
+            spread_experts=within and self.expert_parallel,
+            vocab_axis=ALL if self.size > 1 else None,
+        )
+
+    def spread(self, spec: DecoderSpec) -> DecoderSpec:
+        """What all devices hold together of a model. Raises ``SplitError``."""
+        return split.spread(spec, self.degree)
 
     def share(self, spec: DecoderSpec) -> DecoderSpec:
-        """One device's share of a spec made by ``split.spread``."""
-        return split.share(spec, self.size, self.expert_parallel)
+        """One device's share of a spec made by ``spread``."""
+        return split.share(spec, self.degree)
 
     def params(self, spec: DecoderSpec) -> Any:
         return partition_specs(spec, self.expert_parallel)
@@ -49,32 +68,27 @@ class Placement:
 
         return jax.tree.map(put, tree, specs)
 
-    def wrap_forward(self, forward: Callable[..., Any], spec: DecoderSpec, num_groups: int) -> Callable[..., Any]:
-        """``runtime.forward``'s function for one device's share -> the same for all of them."""
+    def wrap(self, function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
+        """A function of one device's shares -> the same for all of them. ``arguments``, ``results``: trees of
+        PartitionSpecs."""
         if self.size == 1:
-            return forward
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
+
+    def wrap_forward(self, forward: Callable[..., Any], spec: DecoderSpec, num_groups: int) -> Callable[..., Any]:
+        """``runtime.forward``'s function, or ``runtime.tick``'s where there are stages."""
         pools = (POOL,) * num_groups
-        return jax.shard_map(
+        own = (REPLICATED,) if self.stages == 1 else (STAGES, STAGES)  # block tables, and a tick's hidden states
+        return self.wrap(
             forward,
-            mesh=self.mesh,
-            in_specs=(self.params(spec), pools, REPLICATED, REPLICATED, REPLICATED),
-            out_specs=(LOGITS, pools, REPLICATED, REPLICATED, REPLICATED),
-            check_vma=False,
+            (self.params(spec), pools, REPLICATED, *own, REPLICATED),
+            (LOGITS, pools, REPLICATED, *own, REPLICATED),
         )
 
     def wrap_sample(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        """``runtime.sample``'s function for one device's rows of the logits -> the same for all of them."""
-        if self.size == 1:
-            return sample
-        return jax.shard_map(
-            sample,
-            mesh=self.mesh,
-            in_specs=(LOGITS, REPLICATED, REPLICATED, REPLICATED),
-            out_specs=(REPLICATED, REPLICATED),
-            check_vma=False,
-        )
+        return self.wrap(sample, (LOGITS, REPLICATED, REPLICATED, REPLICATED), (REPLICATED, REPLICATED))
 
 
-def make_mesh(devices: Sequence[Any]) -> Mesh:
-    """A mesh over all ``devices`` (real ones, or of a topology), in their order."""
-    return Mesh(np.array(devices), (TP,), axis_types=(AxisType.Auto,))
+def make_mesh(devices: Sequence[Any], stages: int = 1) -> Mesh:
+    """A mesh over all ``devices`` (real ones, or of a topology), in their order: a stage's devices are neighbours."""
+    return Mesh(np.array(devices).reshape(stages, -1), ALL, axis_types=(AxisType.Auto,) * 2)

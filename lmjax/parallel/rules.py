@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,16 +12,22 @@ from jax.sharding import PartitionSpec
 from lmjax.models.params import ParamSpec, param_specs
 from lmjax.models.spec import DecoderSpec
 
-TP = "tp"
-POOL = PartitionSpec(None, None, None, TP)  # [L, 2, blocks, K, B, H]: by KV head
-LOGITS = PartitionSpec(TP)  # [V, S]: by vocabulary
+PP, TP = "pp", "tp"
+ALL = (PP, TP)
+POOL = PartitionSpec(PP, None, None, TP)  # [L, 2, blocks, K, B, H]: by stage and by KV head
+LOGITS = PartitionSpec(ALL)  # [V, S]: by vocabulary
+STAGES = PartitionSpec(PP)  # [stages, ...]: what each stage has of its own
 REPLICATED = PartitionSpec()
 
+MeshAxes = str | tuple[str, ...]
 
-def rules(expert_parallel: bool) -> dict[str, str | None]:
-    """Logical axis (``ParamSpec.axes``) -> mesh axis; None: every device has all of it."""
+
+def rules(expert_parallel: bool) -> dict[str, MeshAxes | None]:
+    """Logical axis (``ParamSpec.axes``) -> mesh axes; None: every device has all of it."""
     return {
-        "vocab": TP,
+        # over the stages too: else each would hold all of it, and a stage alone would do the head's work
+        "vocab": ALL,
+        "stages": PP,
         "kv_heads": TP,
         "heads": TP,
         "ffn": TP,
@@ -37,3 +45,9 @@ def partition_specs(spec: DecoderSpec, expert_parallel: bool) -> Any:
         return PartitionSpec(*(None if axis is None else table[axis] for axis in param.axes))
 
     return jax.tree.map(place, param_specs(spec))
+
+
+def num_shares(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
+    """Into how many parts ``spec`` cuts an array on a mesh with axes of these ``sizes``."""
+    axes = (axis for entry in spec if entry for axis in ([entry] if isinstance(entry, str) else entry))
+    return math.prod(sizes[axis] for axis in axes)

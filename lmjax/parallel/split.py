@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lmjax.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
 
@@ -11,31 +11,54 @@ VOCAB_CHUNK = 128
 
 
 class SplitError(ValueError):
-    """The model cannot be spread over so many devices; the message names what does not divide."""
+    """The model cannot be spread like this. The message says what does not divide and which degrees would.
 
-
-def spread(spec: DecoderSpec, tp: int, expert_parallel: bool = False) -> DecoderSpec:
-    """The model's spec with all that ``tp`` devices hold together.
-
-    With fewer KV heads than devices each is held by tp / K of them, so the pool stores max(K, tp) heads. The
-    vocabulary's rows are padded so that each device has whole chunks of the sampler. Raises ``SplitError`` for what
-    does not divide, with the degrees that would.
+    ``axis``: "tensor" or "pipeline".
     """
-    if tp == 1:
+
+    def __init__(self, axis: str, message: str):
+        super().__init__(message)
+        self.axis = axis
+
+
+@dataclass(frozen=True, slots=True)
+class Degree:
+    """``pp`` pipeline stages of ``tp`` devices each."""
+
+    tp: int = 1
+    pp: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp
+
+
+def spread(spec: DecoderSpec, degree: Degree) -> DecoderSpec:
+    """The model's spec with all that the devices hold together.
+
+    With fewer KV heads than devices of a stage each is held by tp / K of them, so the pool stores max(K, tp) heads. The
+    vocabulary's rows are padded so that each device has whole chunks of the sampler. Stages have equally many layers:
+    where that does not divide, the last stage ends with some whose weights are zeros, which leave their input as it
+    is. Raises ``SplitError``.
+    """
+    if degree.devices == 1:
         return spec
-    _check(spec, tp, expert_parallel)
+    _check(spec, degree)
     layers = []
-    for layer in spec.layers:
+    for layer in spec.layers[: _per_stage(spec, degree.pp)]:
         a = layer.attention
-        layers.append(replace(layer, attention=replace(a, kv_heads=max(a.kv_heads, tp))))
-    multiple = tp * VOCAB_CHUNK
-    return replace(spec, layers=tuple(layers), vocab_rows=-(-spec.vocab // multiple) * multiple)
+        layers.append(replace(layer, attention=replace(a, kv_heads=max(a.kv_heads, degree.tp))))
+    multiple = degree.devices * VOCAB_CHUNK
+    rows = -(-spec.vocab // multiple) * multiple
+    return replace(spec, layers=tuple(layers), vocab_rows=rows, stages=degree.pp)
 
 
-def share(spec: DecoderSpec, tp: int, expert_parallel: bool = False) -> DecoderSpec:
-    """What one of ``tp`` devices holds of a spec that ``spread`` made. ``vocab`` stays the whole vocabulary's."""
-    if tp == 1:
+def share(spec: DecoderSpec, degree: Degree) -> DecoderSpec:
+    """What one device holds of a spec that ``spread`` made. ``vocab`` stays the whole vocabulary's."""
+    if degree.devices == 1:
         return spec
+    tp = degree.tp
 
     def attention(a: AttentionSpec) -> AttentionSpec:
         return replace(a, heads=a.heads // tp, kv_heads=a.kv_heads // tp)
@@ -45,22 +68,47 @@ def share(spec: DecoderSpec, tp: int, expert_parallel: bool = False) -> DecoderS
             return replace(m, ffn=m.ffn // tp)
         shared = None if m.shared_ffn is None else m.shared_ffn // tp
         # experts stay those that the router knows; how many are here is read off the weights
-        return replace(m, ffn=m.ffn if expert_parallel else m.ffn // tp, shared_ffn=shared)
+        return replace(m, ffn=m.ffn if degree.expert_parallel else m.ffn // tp, shared_ffn=shared)
 
     layers = tuple(replace(x, attention=attention(x.attention), mlp=mlp(x.mlp)) for x in spec.layers)
-    return replace(spec, layers=layers, vocab_rows=spec.num_vocab_rows // tp)
+    return replace(spec, layers=layers, vocab_rows=spec.num_vocab_rows // degree.devices, stages=1)
 
 
 def degrees(spec: DecoderSpec, expert_parallel: bool = False, most: int = 64) -> list[int]:
-    """The numbers of devices up to ``most`` that the model can be spread over."""
+    """The tensor-parallel degrees up to ``most`` that divide the model."""
     return [tp for tp in range(1, most + 1) if not _problems(spec, tp, expert_parallel)]
 
 
-def _check(spec: DecoderSpec, tp: int, expert_parallel: bool) -> None:
-    problems = _problems(spec, tp, expert_parallel)
+def stage_degrees(spec: DecoderSpec) -> list[int]:
+    """The numbers of pipeline stages that the model's layers can be cut into."""
+    return [pp for pp in range(1, len(spec.layers) + 1) if _stage_problem(spec, pp) is None]
+
+
+def _check(spec: DecoderSpec, degree: Degree) -> None:
+    problem = _stage_problem(spec, degree.pp)
+    if problem:
+        possible = ", ".join(str(n) for n in stage_degrees(spec))
+        raise SplitError("pipeline", f"got {degree.pp}, but {problem}; degrees that do for this model: {possible}")
+    problems = _problems(spec, degree.tp, degree.expert_parallel)
     if problems:
-        possible = ", ".join(str(n) for n in degrees(spec, expert_parallel))
-        raise SplitError(f"got {tp}, but {problems[0]}; degrees that divide this model: {possible}")
+        possible = ", ".join(str(n) for n in degrees(spec, degree.expert_parallel))
+        raise SplitError("tensor", f"got {degree.tp}, but {problems[0]}; degrees that divide this model: {possible}")
+
+
+def _per_stage(spec: DecoderSpec, pp: int) -> int:
+    return -(-len(spec.layers) // pp)
+
+
+def _stage_problem(spec: DecoderSpec, pp: int) -> str | None:
+    """All stages run one program, so their layers must be of the same kinds in the same order."""
+    count = _per_stage(spec, pp)
+    if count * (pp - 1) >= len(spec.layers):
+        return f"of {len(spec.layers)} layers at {count} a stage none would be left for the last"
+    for i, first in enumerate(spec.layers[:count]):
+        for j in range(i + count, len(spec.layers), count):
+            if spec.layers[j].kind != first.kind:
+                return f"layer {j} is of another kind than layer {i}, whose place it would have in its stage"
+    return None
 
 
 def _problems(spec: DecoderSpec, tp: int, expert_parallel: bool) -> list[str]:

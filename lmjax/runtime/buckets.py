@@ -14,6 +14,9 @@ GREEDY, RANDOM, FILTERED, FULL = range(4)  # feature levels of lmjax.sampling
 # (level, log-probabilities) of the sample programs. What is not here runs on the last one, which draws the same tokens:
 # its filters and penalties are skipped where no row asks for them, and every further program costs seconds at start.
 SAMPLERS = ((GREEDY, False), (GREEDY, True), (FULL, True))
+# On a card a condition may be read by the host, so rows without filters and penalties have a program without any.
+GPU_SAMPLERS = ((GREEDY, False), (RANDOM, False), (GREEDY, True), (FULL, True))
+Samplers = tuple[tuple[int, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class Buckets:
     alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, samplers: Samplers = SAMPLERS):
+        self._samplers = samplers
         budget = max_num_batched_tokens
         decode = [2**i for i in range(7, 32) if 2**i < max_num_seqs] + [max_num_seqs]
         tokens = {*SMALL_TOKENS, *decode, *(t for t in MIXED_TOKENS if t > max_num_seqs), budget}
@@ -60,7 +64,7 @@ class Buckets:
         self.prompt_logprobs = ForwardKey(last.num_tokens, last.num_rows, prompt_logprobs=True)
         self.row_buckets = tuple(sorted({key.num_rows for key in self.forward}))
         self.sample = tuple(
-            SampleKey(rows, level, logprobs) for rows in self.row_buckets for level, logprobs in SAMPLERS
+            SampleKey(rows, level, logprobs) for rows in self.row_buckets for level, logprobs in samplers
         )
 
     def choose(self, plan: StepPlan) -> ForwardKey:
@@ -76,8 +80,7 @@ class Buckets:
             f"({largest.num_tokens} tokens, {largest.num_rows} rows)"
         )
 
-    @staticmethod
-    @functools.cache
-    def sample_key(num_rows: int, level: int, logprobs: bool) -> SampleKey:
+    @functools.cache  # noqa: B019 (as many entries as programs, and buckets live as long as the engine)
+    def sample_key(self, num_rows: int, level: int, logprobs: bool) -> SampleKey:
         """The program for rows that need at most ``level``; ``num_rows`` is that of the forward program."""
-        return SampleKey(num_rows, *next(s for s in SAMPLERS if s[0] >= level and s[1] >= logprobs))
+        return SampleKey(num_rows, *next(s for s in self._samplers if s[0] >= level and s[1] >= logprobs))

@@ -46,7 +46,9 @@ class Device:
         """host_blocks: places in host memory per group, the null block included; empty: there is no host tier."""
         self._params = params
         self._pools = pools
-        self._tokens, self._tables, self._sampling = state.tokens, state.tables, state.sampling
+        self._tokens, self._sampling = state.tokens, state.sampling
+        # what the forward moves on beside pools and tokens: block tables, and in a pipeline hidden states
+        self._moved = [state.tables] if state.hidden is None else [state.tables, state.hidden]
         self._programs = programs
         self.host = HostPool(pools, host_blocks) if host_blocks else None
 
@@ -56,8 +58,8 @@ class Device:
         for key, packed in calls:
             program = self._programs[key]
             if isinstance(key, ForwardKey):
-                logits, self._pools, self._tokens, self._tables, prompt = program(
-                    self._params, self._pools, self._tokens, self._tables, packed
+                logits, self._pools, self._tokens, *self._moved, prompt = program(
+                    self._params, self._pools, self._tokens, *self._moved, packed
                 )
                 outputs = Outputs(logits, prompt_logprobs=prompt)
             elif isinstance(key, SampleKey):
@@ -78,7 +80,7 @@ class Device:
         if key == LOAD_SLOT:
             self._tokens, self._sampling = program(self._tokens, self._sampling, packed)
         elif key == APPLY_PATCHES:
-            self._tables = program(self._tables, packed)
+            self._moved[0] = program(self._moved[0], packed)
         elif key == COPY_BLOCKS:
             self._pools = program(self._pools, packed)
         elif key == SWAP_OUT:
@@ -101,7 +103,7 @@ class Device:
 
     def close(self) -> None:
         """Waits for what runs and frees the memory. May be called twice."""
-        for array in jax.tree.leaves((self._pools, self._tokens, self._tables, self._sampling)):
+        for array in jax.tree.leaves((self._pools, self._tokens, self._moved, self._sampling)):
             if not array.is_deleted():
                 array.block_until_ready()
                 array.delete()

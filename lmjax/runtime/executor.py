@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from lmjax.runtime.memory import (
     pool_bytes,
     pool_is_set,
 )
+from lmjax.runtime.pipeline_executor import PipelineExecutor
 from lmjax.runtime.plan_costs import weights_of
 from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache
 from lmjax.runtime.programs import all_programs
@@ -58,7 +60,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
     platform, device_count = describe_platform()
     resolved = _resolve(config, source, platform, target or device_target(jax.devices()[0]))
     spec, dtype, kv_specs = resolved.spec, resolved.dtype, resolved.kv_specs
-    weights = weights_of(spec, dtype, resolved.num_devices, config.enable_expert_parallel).bytes
+    weights = weights_of(spec, dtype, resolved.degree).bytes
     check_weights_fit(weights * (1 if platform == "gpu" else resolved.num_devices), _free_memory(resolved))
     without_swap_space(config, available_memory())
     bundle = usable_bundle(resolved, resolved.devices, tell)
@@ -76,7 +78,8 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
     device = Device(
         params, state=_zeros(shapes.state()), pools=_zeros(shapes.pools()), programs=programs, host_blocks=host_blocks
     )
-    return JaxExecutor(
+    make = JaxExecutor if spec.stages == 1 else partial(PipelineExecutor, buckets=buckets)
+    return make(
         info=ExecutorInfo(
             kv_specs=kv_specs,
             num_blocks=plan.num_blocks,
@@ -86,6 +89,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
             vocab_size=shapes.spec.vocab,
             max_logprobs=config.max_logprobs,
             token_buckets=buckets.token_buckets,
+            stages=spec.stages,
             host=host_tier(resolved, device, host_blocks) if host_blocks else None,
         ),
         model_info=ModelInfo(
@@ -110,14 +114,19 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
 
 def _resolve(config: EngineConfig, source: ModelSource, platform: str, target: Target) -> Resolved:
     attention: Any = config.attention_backend
-    if config.tensor_parallel_size == 1:
+    count = config.num_devices
+    if count == 1:
         return resolve(config, source, platform, Env(target, attention))
     devices = jax.devices()
-    if len(devices) < config.tensor_parallel_size:
-        raise ConfigError(
-            f"--tensor-parallel-size: got {config.tensor_parallel_size}, but there are {len(devices)} devices"
-        )
-    placement = Placement(make_mesh(devices[: config.tensor_parallel_size]), config.enable_expert_parallel)
+    if len(devices) < count:
+        flags = [
+            f"--{name}-parallel-size: got {size}"
+            for name, size in (("tensor", config.tensor_parallel_size), ("pipeline", config.pipeline_parallel_size))
+            if size > 1
+        ]
+        raise ConfigError(f"{' and '.join(flags)}, but there are {len(devices)} devices")
+    mesh = make_mesh(devices[:count], config.pipeline_parallel_size)
+    placement = Placement(mesh, config.enable_expert_parallel)
     return resolve(config, source, platform, placement.env(target, attention), placement)
 
 

@@ -37,7 +37,8 @@ def make_forward(
     def forward(params: Any, pools: Pools, tokens: jax.Array, tables: jax.Array, packed: jax.Array) -> tuple[Any, ...]:
         parts = forward_layout(key, len(pools), block_size).split(packed)
         tables = apply_patches(tables, parts["patches"])
-        batch, tokens = _unpack(parts, tokens, tables)
+        token_ids, tokens = take_tokens(parts, tokens)
+        batch = unpack_batch(parts, token_ids, tables)
         hidden, pools = decoder.forward(params, spec, pools, batch, env)
         logits = decoder.logits(params, spec, hidden[:, batch.logit_tokens], env)
         prompt = None
@@ -46,27 +47,33 @@ def make_forward(
             def head(columns: jax.Array) -> jax.Array:
                 return decoder.logits(params, spec, columns, env)
 
-            share = Share(env.axis, spec.vocab)
-            prompt = _prompt_logprobs(head, hidden, parts["target_ids"], parts["header"][3:], max_logprobs, share)
+            share = Share(env.vocab_axis, spec.vocab)
+            prompt = prompt_logprobs(head, hidden, parts, max_logprobs, share)
         return logits, pools, tokens, tables, prompt
 
     return forward
 
 
-def _unpack(parts: dict[str, jax.Array], tokens: jax.Array, tables: jax.Array) -> tuple[Batch, jax.Array]:
-    """The batch, and the token table with the prefill tokens written: decode tokens are read from it."""
-    num_decode, num_rows, num_tokens = (parts["header"][i] for i in range(3))
+def take_tokens(parts: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Token ids of the step, int32 [T], and the token table with the prefill tokens written: decode tokens are read
+    from it."""
+    num_decode, num_tokens = parts["header"][0], parts["header"][2]
     rows, positions, slots = parts["token_rows"], parts["positions"], parts["slots"]
     index = jnp.arange(rows.shape[0], dtype=jnp.int32)
     dummy = jnp.int32(tokens.shape[0] - 1)
     token_slots = jnp.where(index < num_tokens, slots[rows], dummy)
     token_ids = jnp.where(index < num_decode, tokens[token_slots, positions], parts["token_ids"])
-    tokens = tokens.at[token_slots, positions].set(token_ids, mode="promise_in_bounds")
-    batch = Batch(
+    return token_ids, tokens.at[token_slots, positions].set(token_ids, mode="promise_in_bounds")
+
+
+def unpack_batch(parts: dict[str, jax.Array], token_ids: jax.Array, tables: jax.Array) -> Batch:
+    """tables: int32 [G, slots + 1, P]."""
+    num_decode, num_rows, num_tokens = (parts["header"][i] for i in range(3))
+    return Batch(
         token_ids=token_ids,
-        positions=positions,
-        token_rows=rows,
-        block_tables=tables[:, slots],
+        positions=parts["positions"],
+        token_rows=parts["token_rows"],
+        block_tables=tables[:, parts["slots"]],
         query_starts=parts["query_starts"],
         query_lens=parts["query_lens"],
         context_lens=parts["context_lens"],
@@ -75,7 +82,6 @@ def _unpack(parts: dict[str, jax.Array], tokens: jax.Array, tables: jax.Array) -
         num_rows=num_rows,
         num_tokens=num_tokens,
     )
-    return batch, tokens
 
 
 def pack_logprobs(token_ids: jax.Array, found: Logprobs) -> jax.Array:
@@ -85,18 +91,18 @@ def pack_logprobs(token_ids: jax.Array, found: Logprobs) -> jax.Array:
     return jnp.concatenate([token_ids[:, None], bits[:, None], found.ranks[:, None], pairs], axis=1)
 
 
-def _prompt_logprobs(
+def prompt_logprobs(
     head: Callable[[jax.Array], jax.Array],
     hidden: jax.Array,
-    targets: jax.Array,
-    span: jax.Array,
+    parts: dict[str, jax.Array],
     max_logprobs: int,
     share: Share,
 ) -> jax.Array:
-    """hidden [D, T], targets int32 [T], span int32 [2]: tokens [first, end) that want it -> token rows [T, 3 + 2 k].
+    """hidden [D, T] of the step with these ``parts`` -> token rows [T, 3 + 2 k], of the tokens that want it.
 
     ``head``: columns of hidden -> logits, of ``share``.
     """
+    targets, span = parts["target_ids"], parts["header"][3:]
     num_tokens = hidden.shape[1]
     size = min(PROMPT_LOGPROB_ROWS, num_tokens)
 

@@ -44,10 +44,10 @@ def plan_host(resolved: Resolved, num_blocks: tuple[int, ...]) -> tuple[int, ...
 def host_tier(resolved: Resolved, device: Device, num_blocks: tuple[int, ...]) -> HostTierInfo:
     """Measures the transfers; the rest is arithmetic on the model."""
     spec, devices = resolved.spec, resolved.num_devices
-    weights = weights_of(spec, resolved.dtype, devices, resolved.config.enable_expert_parallel)
+    weights = weights_of(spec, resolved.dtype, resolved.degree)
     operations, bandwidth = _SPEED["gpu" if resolved.platform == "gpu" else "cpu"]
-    widths = (layer.attention.heads * kv.k_dim for kv in resolved.kv_specs for layer in spec.layers[: len(kv.layers)])
-    out, back = measure(device, len(num_blocks))
+    width = spec.stages * sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
+    out, back = measure(device, spec.stages, len(num_blocks))
     return HostTierInfo(
         num_blocks=num_blocks,
         batch=SWAP_BATCH,
@@ -55,5 +55,5 @@ def host_tier(resolved: Resolved, device: Device, num_blocks: tuple[int, ...]) -
         in_seconds=back,
         step_seconds=weights.bytes_read(1) / bandwidth,
         token_seconds=weights.flops(1, 0) / operations,
-        pair_seconds=4.0 * sum(widths) / devices / operations,
+        pair_seconds=4.0 * width / devices / operations,
     )

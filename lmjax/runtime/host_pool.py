@@ -26,6 +26,8 @@ class HostPool:
 
     What leaves the device is copied into its place when it has arrived: later, unless somebody needs it. What goes
     back is gathered in a staging buffer first, so a place may be written again at once.
+
+    Of a pipeline, ``pairs`` have one more axis in front, [stages, G, SWAP_BATCH, 2]: a stage's devices have their own.
     """
 
     def __init__(self, pools: tuple[jax.Array, ...], num_blocks: tuple[int, ...]) -> None:
@@ -36,6 +38,9 @@ class HostPool:
         for pool, n in zip(pools, num_blocks, strict=True):
             shapes = {shard.device: shard.data.shape for shard in pool.addressable_shards}
             self._places.append({d: np.empty((n, *s[:2], *s[3:]), pool.dtype) for d, s in shapes.items()})
+        self._stages = {  # which part of the layers a device has
+            shard.device: (shard.index[0].start or 0) // shard.data.shape[0] for shard in pools[0].addressable_shards
+        }
         self._arriving: list[tuple[tuple[Any, ...], np.ndarray]] = []  # arrays, and the places they go to
         self._staged: list[tuple[Staging, Any]] = []  # and an array that is ready when it was read; None: not asked yet
 
@@ -44,7 +49,7 @@ class HostPool:
         place 0: none."""
         for group in blocks:
             group.copy_to_host_async()
-        self._arriving.append((blocks, pairs[:, :, 1].copy()))
+        self._arriving.append((blocks, _by_stage(pairs)[..., 1].copy()))
         while len(self._arriving) > MOST_WAITING:
             self._land()
 
@@ -56,23 +61,24 @@ class HostPool:
     def _land(self) -> None:
         """Waits for the transfer that was started first."""
         blocks, places = self._arriving.pop(0)
-        for group, ids, there in zip(blocks, places.tolist(), self._places, strict=True):
+        for g, (group, there) in enumerate(zip(blocks, self._places, strict=True)):
             for shard in group.addressable_shards:
                 data, kept = np.asarray(shard.data), there[shard.device]
-                for i, place in enumerate(ids):
+                for i, place in enumerate(places[self._stages[shard.device], g].tolist()):
                     if place:
                         kept[place] = data[:, :, i]
 
     def stage(self, pairs: np.ndarray) -> tuple[jax.Array, ...]:
         """The places of ``pairs`` (int32 [G, SWAP_BATCH, 2] of (place, block)) as arrays for the device,
         [L, 2, SWAP_BATCH, K, B, H] a group; what is padding may hold anything. ``staged`` follows."""
-        self._wait_for(pairs[:, :, 0])
+        places = _by_stage(pairs)[..., 0]
+        self._wait_for(places)
         staging = self._staging()
         found = []
-        for g, ids in enumerate(pairs[:, :, 0].tolist()):
+        for g in range(len(staging)):
             for device, buffer in staging[g].items():
                 kept = self._places[g][device]
-                for i, place in enumerate(ids):
+                for i, place in enumerate(places[self._stages[device], g].tolist()):
                     if place:
                         buffer[:, :, i] = kept[place]
             arrays = [jax.device_put(buffer, device) for device, buffer in staging[g].items()]
@@ -114,10 +120,16 @@ class HostPool:
         ]
 
 
-def measure(device: Device, num_groups: int) -> tuple[float, float]:
+def _by_stage(pairs: np.ndarray) -> np.ndarray:
+    return pairs.reshape(-1, *pairs.shape[-3:])
+
+
+def measure(device: Device, stages: int, num_groups: int) -> tuple[float, float]:
     """Seconds of a transfer out and one back, as they are with nothing else to do. What the places hold is lost."""
-    pairs = np.zeros((num_groups, SWAP_BATCH, 2), np.int32)
-    pairs[:, :, 1] = 1
+    pairs = np.zeros((stages, num_groups, SWAP_BATCH, 2), np.int32)
+    pairs[..., 1] = 1
+    if stages == 1:
+        pairs = pairs[0]
     assert device.host is not None
     out, back = [], []
     for _ in range(_TIMED):
@@ -126,7 +138,7 @@ def measure(device: Device, num_groups: int) -> tuple[float, float]:
         device.host.land_all()
         out.append(time.perf_counter() - began)
         began = time.perf_counter()
-        device.swap_in(np.ascontiguousarray(pairs[:, :, ::-1]))
+        device.swap_in(np.ascontiguousarray(pairs[..., ::-1]))
         device.host.wait()
         back.append(time.perf_counter() - began)
     return min(out), min(back)

@@ -32,7 +32,8 @@ def identity(resolved: Resolved, devices: list[jax.Device]) -> dict[str, str]:
     return {
         **versions(devices[0]),
         **device_facts(devices[0]),
-        "--tensor-parallel-size": str(resolved.num_devices),
+        "--tensor-parallel-size": str(resolved.degree.tp),
+        "--pipeline-parallel-size": str(resolved.degree.pp),
         "--enable-expert-parallel": str(resolved.env.spread_experts),
         "attention": str(resolved.env.attention),
         "model": f"{spec.model_type} of {len(spec.layers)} layers, {digest(repr(replace(spec, max_len=0)))}",

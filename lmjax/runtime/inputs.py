@@ -8,8 +8,9 @@ again only after their step was collected.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -94,19 +95,28 @@ class _Buffer(NamedTuple):
     parts: dict[str, np.ndarray]
 
 
-class _Ring:
-    """``MAX_IN_FLIGHT + 1`` buffers of one layout with their parts, given out in turn."""
+T = TypeVar("T")
 
-    def __init__(self, layout: Layout):
-        self.shapes = layout.shapes
-        wholes = [aligned_zeros(layout.size) for _ in range(MAX_IN_FLIGHT + 1)]
-        self._buffers = [_Buffer(whole, layout.split(whole)) for whole in wholes]
+
+class Ring(Generic[T]):
+    """``size`` of what ``make`` makes, given out in turn: one more than may be in use."""
+
+    def __init__(self, make: Callable[[], T], size: int = MAX_IN_FLIGHT + 1):
+        self._items = [make() for _ in range(size)]
         self._next = 0
 
-    def take(self) -> _Buffer:
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % len(self._buffers)
-        return buffer
+    def take(self) -> T:
+        item = self._items[self._next]
+        self._next = (self._next + 1) % len(self._items)
+        return item
+
+
+def _ring(layout: Layout) -> Ring[_Buffer]:
+    def make() -> _Buffer:
+        whole = aligned_zeros(layout.size)
+        return _Buffer(whole, layout.split(whole))
+
+    return Ring(make)
 
 
 class InputPacker:
@@ -124,10 +134,11 @@ class InputPacker:
         # level up to its own, and _WANTS_LOGPROBS
         self._needs = np.zeros(max_num_seqs + 1, np.uint8)
         keys = (*buckets.forward, buckets.prompt_logprobs)
-        self._forward = {key: _Ring(forward_layout(key, num_groups, block_size)) for key in keys}
-        self._sample = {rows: _Ring(sample_layout(rows)) for rows in buckets.row_buckets}
+        layouts = {key: forward_layout(key, num_groups, block_size) for key in keys}
+        self._forward = {key: _ring(layout) for key, layout in layouts.items()}
+        self._sample = {rows: _ring(sample_layout(rows)) for rows in buckets.row_buckets}
         self._iota = np.arange(max(key.num_tokens for key in keys), dtype=np.int32)
-        most_patches = max(PATCH_BATCH, *(ring.shapes["patches"][0] for ring in self._forward.values()))
+        most_patches = max(PATCH_BATCH, *(layout.shapes["patches"][0] for layout in layouts.values()))
         self._no_patches = np.tile(np.array([0, max_num_seqs, 0, 0], np.int32), (most_patches, 1))
 
     def load_slot(self, load: SlotLoad) -> None:
@@ -139,13 +150,18 @@ class InputPacker:
         """The plan's buffers; they stay valid until ``MAX_IN_FLIGHT`` more plans were packed."""
         key = self._buckets.choose(plan)
         buffer, parts = self._forward[key].take()
+        overflow = self.fill(plan, parts)
+        sample_key, sample, wants_logprobs = self.pack_sample(plan, parts)
+        return PackedStep(key, buffer, sample_key, sample, wants_logprobs, overflow)
+
+    def fill(self, plan: StepPlan, parts: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """Writes the parts of a forward program's buffer that has room for the plan. Returns the patches that it has
+        none for, int32 [PATCH_BATCH, 4] each, to be applied before."""
         self._pack_rows(plan, parts)
         self._pack_tokens(plan, parts)
-        overflow = self._pack_patches(plan.patches, parts["patches"])
-        if key.prompt_logprobs:
+        if "target_ids" in parts:
             _pack_targets(plan, parts)
-        sample_key, sample, wants_logprobs = self._pack_sample(plan, parts)
-        return PackedStep(key, buffer, sample_key, sample, wants_logprobs, overflow)
+        return self._pack_patches(plan.patches, parts["patches"])
 
     def _pack_rows(self, plan: StepPlan, parts: dict[str, np.ndarray]) -> None:
         rows, lengths = plan.num_rows, plan.lengths
@@ -193,9 +209,11 @@ class InputPacker:
         out[: len(patches)] = patches
         out[len(patches) :] = self._no_patches[len(patches) : len(out)]
 
-    def _pack_sample(
+    def pack_sample(
         self, plan: StepPlan, forward: dict[str, np.ndarray]
     ) -> tuple[SampleKey | None, np.ndarray | None, bool]:
+        """``forward``: the parts that ``fill`` wrote. Returns the program (None: no row samples), its buffer, and
+        whether some row that samples asked for log-probabilities."""
         drawn = np.count_nonzero(plan.samples)
         if not drawn:
             return None, None, False
@@ -213,12 +231,14 @@ class InputPacker:
         needs = int(np.bitwise_or.reduce(self._needs[index]))
         wants_logprobs = needs >= _WANTS_LOGPROBS
         level = (needs & (_WANTS_LOGPROBS - 1)).bit_length()
-        return Buckets.sample_key(num_rows, level, wants_logprobs), buffer, wants_logprobs
+        return self._buckets.sample_key(num_rows, level, wants_logprobs), buffer, wants_logprobs
 
 
 def _pack_targets(plan: StepPlan, parts: dict[str, np.ndarray]) -> None:
-    assert plan.target_ids is not None
     targets = parts["target_ids"]
+    if plan.target_ids is None:  # another step of the pipeline has some
+        targets[:] = -1
+        return
     targets[: plan.num_decode] = -1
     targets[plan.num_decode : plan.num_tokens] = plan.target_ids
     targets[plan.num_tokens :] = -1

@@ -34,9 +34,9 @@ class ModelInfo:
 class InFlight:
     plan: StepPlan
     calls: list[Call]
-    outputs: Outputs
     submitted: float
-    wants_logprobs: bool
+    wants_logprobs: bool = False
+    outputs: Outputs | None = None  # None: the step is in an earlier stage of the pipeline
 
 
 class JaxExecutor:
@@ -63,26 +63,20 @@ class JaxExecutor:
 
     def submit(self, plan: StepPlan) -> InFlight:
         """Dispatches the plan's programs and the copy of their result to the host."""
-        if self._num_in_flight == MAX_IN_FLIGHT:
-            raise RuntimeError(f"{MAX_IN_FLIGHT} steps are in flight already: collect one first")
+        most = MAX_IN_FLIGHT + self.info.stages - 1
+        if self._num_in_flight == most:
+            raise RuntimeError(f"{most} steps are in flight already: collect one first")
         begin = time.monotonic()
         with self._monitor.watch():
-            calls, wants_logprobs = self._calls(plan)
-            outputs = self._device.run(calls)
+            in_flight = self._dispatch(plan, begin)
         self._num_in_flight += 1
-        return InFlight(plan, calls, outputs, begin, wants_logprobs)
+        return in_flight
 
-    def _calls(self, plan: StepPlan) -> tuple[list[Call], bool]:
-        """The plan's programs in order, and whether a row that samples asked for log-probabilities."""
-        calls, groups = [], len(self.info.kv_specs)
-        if plan.swaps_out:  # before anything of this step writes
-            calls += [Call(SWAP_OUT, pairs) for pairs in pack_swaps(plan.swaps_out, groups)]
-        if plan.swaps_in:
-            calls += [Call(SWAP_IN, pairs) for pairs in pack_swaps(plan.swaps_in, groups)]
-        for load in plan.slot_loads:
-            self._packer.load_slot(load)
-            if needs_slot_state(load):
-                calls.append(Call(LOAD_SLOT, pack_slot(load, self.info.vocab_size, self.info.max_model_len)))
+    def _dispatch(self, plan: StepPlan, begin: float) -> InFlight:
+        groups = len(self.info.kv_specs)
+        calls = [Call(SWAP_OUT, pairs) for pairs in pack_swaps(plan.swaps_out, groups)]  # before anything is written
+        calls += [Call(SWAP_IN, pairs) for pairs in pack_swaps(plan.swaps_in, groups)]
+        calls += self._load_calls(plan)
         packed = self._packer.pack(plan)
         calls += [Call(APPLY_PATCHES, patches) for patches in packed.overflow]
         calls += [Call(COPY_BLOCKS, pairs) for pairs in pack_copies(plan.copies, groups)]
@@ -91,13 +85,23 @@ class JaxExecutor:
             assert packed.sample is not None
             calls.append(Call(packed.sample_key, packed.sample))
         self._padded_tokens += packed.forward_key.num_tokens - plan.num_tokens
-        return calls, packed.wants_logprobs
+        return InFlight(plan, calls, begin, packed.wants_logprobs, self._device.run(calls))
+
+    def _load_calls(self, plan: StepPlan) -> list[Call]:
+        """Of the requests that take a slot: those whose sampling needs state on the device."""
+        calls = []
+        for load in plan.slot_loads:
+            self._packer.load_slot(load)
+            if needs_slot_state(load):
+                calls.append(Call(LOAD_SLOT, pack_slot(load, self.info.vocab_size, self.info.max_model_len)))
+        return calls
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Waits for the step. Steps are collected in the order they were submitted."""
+        assert in_flight.outputs is not None, "the step has not reached the last stage"
         with self._monitor.watch():
             in_flight.outputs.last.block_until_ready()
-            result = self._read(in_flight)
+            result = self._read(in_flight, in_flight.outputs)
         self._num_in_flight -= 1
         now = time.monotonic()
         result.seconds = now - max(in_flight.submitted, self._last_done)
@@ -105,9 +109,8 @@ class JaxExecutor:
         self._last_done = now
         return result
 
-    def _read(self, in_flight: InFlight) -> StepResult:
+    def _read(self, in_flight: InFlight, outputs: Outputs) -> StepResult:
         plan = in_flight.plan
-        outputs = in_flight.outputs
         if outputs.result is None:
             rows = np.full((plan.num_rows, 1), -1, np.int32)
         else:

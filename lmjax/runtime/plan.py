@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.parallel.placement import Placement, make_mesh
-from lmjax.parallel.split import degrees, share
+from lmjax.parallel.split import Degree, degrees, share
 from lmjax.runtime.buckets import FULL, Buckets, ForwardKey, SampleKey
 from lmjax.runtime.cards import DEVICES_PER_HOST, Card, topology
 from lmjax.runtime.compiler import Program, compile_all
@@ -69,8 +69,7 @@ class Plan:
 
     model: str
     card: Card
-    devices: int
-    expert_parallel: bool
+    degree: Degree
     dtype: str
     kv_dtype: str
     block_size: int
@@ -88,6 +87,10 @@ class Plan:
     smallest: Plan | None = None
 
     @property
+    def devices(self) -> int:
+        return self.degree.devices
+
+    @property
     def concurrency(self) -> float:
         """Requests of ``length`` tokens that the pool holds at once."""
         return self.pool.num_tokens / self.length if self.pool else 0.0
@@ -95,17 +98,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on ``devices`` cards."""
+    """A model on as many cards as ``degree`` says."""
 
     config: EngineConfig
     source: ModelSource
     card: Card
-    devices: int = 1
-    expert_parallel: bool = False
+    degree: Degree = Degree()
 
     def resolve(self) -> Resolved:
         """For the devices of a topology. Raises ``ConfigError``."""
-        placement = Placement(make_mesh(topology(self.card, self.devices)), self.expert_parallel)
+        mesh = make_mesh(topology(self.card, self.degree.devices), self.degree.pp)
+        placement = Placement(mesh, self.degree.expert_parallel)
         env = placement.env(self.card.target(), self.config.attention_backend)  # type: ignore[arg-type]
         return resolve(self.config, self.source, "gpu", env, placement)
 
@@ -128,10 +131,12 @@ def make_plan(deployment: Deployment, length: int | None, tell: Tell) -> Plan:
 
 def _smallest(deployment: Deployment, length: int | None, tell: Tell) -> Plan | None:
     spec = make_spec(deployment.source, deployment.config.max_model_len)
-    for devices in degrees(spec, deployment.expert_parallel, MOST_DEVICES):
-        if devices <= deployment.devices or (devices > DEVICES_PER_HOST and devices % DEVICES_PER_HOST):
+    degree = deployment.degree
+    for tp in degrees(spec, degree.expert_parallel, MOST_DEVICES // degree.pp):
+        devices = tp * degree.pp
+        if tp <= degree.tp or (devices > DEVICES_PER_HOST and devices % DEVICES_PER_HOST):
             continue
-        found = _plan(replace(deployment, devices=devices), length, tell)
+        found = _plan(replace(deployment, degree=replace(degree, tp=tp)), length, tell)
         if found.refusal is None:
             return found
     return None
@@ -139,16 +144,15 @@ def _smallest(deployment: Deployment, length: int | None, tell: Tell) -> Plan | 
 
 def _plan(deployment: Deployment, length: int | None, tell: Tell) -> Plan:
     resolved = deployment.resolve()
-    spec, card, devices = resolved.spec, deployment.card, deployment.devices
-    weights = weights_of(spec, resolved.dtype, devices, deployment.expert_parallel)
+    spec, card, devices = resolved.spec, deployment.card, deployment.degree.devices
+    weights = weights_of(spec, resolved.dtype, deployment.degree)
     usable = int(card.memory_bytes * deployment.config.gpu_memory_utilization)
     reserve = RESERVE_BYTES + int(card.memory_bytes * RESERVE_SHARE)
     state = bytes_per_device(resolved.shapes(_one_block(resolved), spec.max_len).state(), devices)
     plan = Plan(
         model=spec.model_type,
         card=card,
-        devices=devices,
-        expert_parallel=deployment.expert_parallel,
+        degree=deployment.degree,
         dtype=resolved.dtype,
         kv_dtype=resolved.kv_specs[0].dtype,
         block_size=deployment.config.block_size,
@@ -251,9 +255,9 @@ def _program_plan(done: _Compiled, shapes: Shapes, weights: Weights, plan: Plan)
         return replace(found, launches=counted.whole)
     assert plan.pool is not None
     decode = found.kind == "decode"
-    rows = max(1, min(key.num_rows, int(plan.concurrency))) if decode else 1
+    rows = max(1, min(key.num_rows, int(plan.concurrency) // plan.degree.pp)) if decode else 1
     context = plan.length if decode else key.num_tokens
-    spec = share(shapes.spec, plan.devices, plan.expert_parallel)
+    spec = share(shapes.spec, plan.degree)
     step = roofline(
         plan.card,
         weights,
@@ -263,7 +267,7 @@ def _program_plan(done: _Compiled, shapes: Shapes, weights: Weights, plan: Plan)
         rows=rows,
         context=context if decode else context / 2,
         collectives=counted.whole.collectives,
-        devices=plan.devices,
+        devices=plan.degree.tp if plan.degree.tp > 1 else plan.degree.pp,
     )
     return replace(
         found,

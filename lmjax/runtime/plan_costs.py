@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from lmjax.models.params import named_leaves, param_specs
+from lmjax.models.params import layer_of, named_leaves, param_specs
 from lmjax.models.spec import DecoderSpec, LayerSpec, MoeSpec
-from lmjax.parallel.rules import TP, partition_specs
+from lmjax.parallel.rules import PP, TP, num_shares, partition_specs
+from lmjax.parallel.split import Degree
 from lmjax.runtime.cards import Card
 from lmjax.runtime.hlo import Collective
 from lmjax.types import KVSpec
@@ -49,13 +49,14 @@ class Weights:
         return self.item_bytes * (self.dense + self.head + used + tokens * self.hidden)
 
 
-def weights_of(spec: DecoderSpec, dtype: str, devices: int, expert_parallel: bool) -> Weights:
+def weights_of(spec: DecoderSpec, dtype: str, degree: Degree) -> Weights:
     """spec: what all devices hold together (``parallel.split.spread``)."""
-    places = named_leaves(partition_specs(spec, expert_parallel))
+    places = named_leaves(partition_specs(spec, degree.expert_parallel))
+    sizes = {TP: degree.tp, PP: degree.pp}
     total = dense = head = 0
     experts = []
     for name, param in named_leaves(param_specs(spec)).items():
-        count = math.prod(param.shape) // (devices if TP in places[name] else 1)
+        count = math.prod(param.shape) // num_shares(places[name], sizes)
         total += count
         if name == "head" or (name == "embed" and spec.tie_embeddings):
             head += count
@@ -67,9 +68,9 @@ def weights_of(spec: DecoderSpec, dtype: str, devices: int, expert_parallel: boo
 
 
 def _picked(spec: DecoderSpec, name: str) -> float:
-    index = re.match(r"layers\.(\d+)\.", name)
-    assert index is not None
-    mlp = spec.layers[int(index.group(1))].mlp
+    layer = layer_of(name)
+    assert layer is not None
+    mlp = spec.layers[layer].mlp
     assert isinstance(mlp, MoeSpec)
     return mlp.top_k / mlp.experts
 

@@ -28,7 +28,7 @@ class Cut:
 
 def cut(shapes: Shapes) -> Cut:
     """The same programs for a few layers, with pools of the same size: kernels depend on it above 4 GiB."""
-    kinds = [_kind(layer) for layer in shapes.spec.layers]
+    kinds = [layer.kind for layer in shapes.spec.layers]
     most = LAYERS_OF_ONE_KIND if len(set(kinds)) == 1 else LAYERS_OF_EACH_KIND
     seen: Counter[LayerSpec] = Counter()
     kept = []
@@ -43,10 +43,6 @@ def cut(shapes: Shapes) -> Cut:
         for blocks, whole, small in zip(shapes.num_blocks, shapes.kv_specs, kv_specs, strict=True)
     )
     return Cut(replace(shapes, spec=spec, kv_specs=kv_specs, num_blocks=num_blocks), tuple(kept))
-
-
-def _kind(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, attention=replace(layer.attention, index=0))
 
 
 def _renumber(layers: list[LayerSpec]) -> tuple[LayerSpec, ...]:
@@ -75,8 +71,8 @@ def scale(text: str, kept: tuple[int, ...], spec: DecoderSpec) -> Scaled:
     inner = layer_launches(instructions)
     by_kind: dict[LayerSpec, list[Launches]] = {}
     for i, found in inner.items():
-        by_kind.setdefault(_kind(spec.layers[kept[i]]), []).append(found)
-    left_out = [_kind(layer) for i, layer in enumerate(spec.layers) if i not in kept]
+        by_kind.setdefault(spec.layers[kept[i]].kind, []).append(found)
+    left_out = [layer.kind for i, layer in enumerate(spec.layers) if i not in kept]
     if not by_kind or any(kind not in by_kind for kind in left_out):
         return Scaled(counted, None)
     kernels = sum(_mean_kernels(by_kind[kind]) for kind in left_out)
@@ -86,7 +82,7 @@ def scale(text: str, kept: tuple[int, ...], spec: DecoderSpec) -> Scaled:
         collectives=counted.collectives + collectives,
         loops=counted.loops + sum(by_kind[kind][0].loops for kind in left_out),
     )
-    mean = [_mean_kernels(by_kind[kind]) for kind in map(_kind, spec.layers) if kind in by_kind]
+    mean = [_mean_kernels(by_kind[kind]) for kind in (layer.kind for layer in spec.layers) if kind in by_kind]
     return Scaled(whole, sum(mean) / len(mean))
 
 

@@ -19,8 +19,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "refusal": plan.refusal,
         "model_type": plan.model,
         "device": plan.card.name,
-        "tensor_parallel_size": plan.devices,
-        "expert_parallel": plan.expert_parallel,
+        "tensor_parallel_size": plan.degree.tp,
+        "pipeline_parallel_size": plan.degree.pp,
+        "expert_parallel": plan.degree.expert_parallel,
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.kv_dtype,
         "memory_bytes": plan.card.memory_bytes,
@@ -78,7 +79,9 @@ def to_text(plan: Plan) -> str:
 
 
 def _title(plan: Plan) -> str:
-    how = ", experts spread" if plan.expert_parallel else ""
+    degree = plan.degree
+    how = f" in {degree.pp} stages" if degree.pp > 1 else ""
+    how += ", experts spread" if degree.expert_parallel else ""
     return f"{plan.model} on {plan.devices} x {plan.card.name}{how}: {plan.dtype} weights, {plan.kv_dtype} KV cache"
 
 
@@ -100,7 +103,7 @@ def _smallest(plan: Plan) -> list[str]:
     if found is None or found.pool is None:
         return ["No number of these cards that divides this model fits it."]
     return [
-        f"Smallest that fits: --tensor-parallel-size {found.devices}, with {gib(found.room)} a device for KV: "
+        f"Smallest that fits: --tensor-parallel-size {found.degree.tp}, with {gib(found.room)} a device for KV: "
         f"{found.pool.num_tokens:,} tokens, {found.concurrency:.1f} requests of {found.length:,}."
         + ("" if found.pool.max_model_len == found.wanted_len else f" ({found.wanted_len:,} are wanted.)")
     ]
@@ -143,7 +146,8 @@ def _row(program: ProgramPlan) -> tuple[str, ...]:
 
 
 def _steps(plan: Plan) -> list[str]:
-    lines = ["least time of a step"]
+    stages = plan.degree.pp
+    lines = ["least time of a step" if stages == 1 else f"least time of a tick (a request is in one of {stages})"]
     for program in plan.programs:
         step = program.step
         if step is None:

@@ -23,8 +23,8 @@ def configure_jax(config: EngineConfig) -> None:
     """Settings that must hold before the first program is built. Safe to call again."""
     if nvidia_card_present():
         gpu_settings.apply(config.gpu_memory_utilization)
-    elif config.tensor_parallel_size > 1:
-        _set_cpu_devices(config.tensor_parallel_size)
+    elif config.num_devices > 1:
+        _set_cpu_devices(config.num_devices)
     # weights + pool above 80 % of a card is our normal state; XLA would recompute activations to save memory there
     jax.config.update("jax_compiler_enable_remat_pass", False)
 

@@ -13,7 +13,7 @@ from lmjax.models import decoder
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import ALONE, Env
 from lmjax.parallel.placement import Placement
-from lmjax.parallel.rules import LOGITS, POOL
+from lmjax.parallel.rules import LOGITS, POOL, REPLICATED, STAGES
 from lmjax.runtime.buckets import Buckets, ForwardKey, SampleKey
 from lmjax.runtime.compiler import Program
 from lmjax.runtime.forward import make_forward
@@ -29,6 +29,7 @@ from lmjax.runtime.state import (
     swap_in,
     swap_out,
 )
+from lmjax.runtime.tick import copy_in_stage, make_tick, patch_stage, swap_into_stage, swap_out_of_stage
 from lmjax.sampling.params import state_row_size
 from lmjax.types import KVSpec
 
@@ -52,6 +53,7 @@ class Shapes:
     env: Env = ALONE
     host_tier: bool = False
     placement: Placement | None = None  # None: the default device. Else spec and kv_specs are what all devices hold
+    most_tokens: int = 0  # of a step; only a pipeline's state depends on it
 
     @property
     def num_groups(self) -> int:
@@ -79,6 +81,14 @@ class Shapes:
         """Abstract arrays that every device holds whole."""
         return self.placement.place(tree) if self.placement else tree
 
+    @property
+    def stages(self) -> int:
+        return self.spec.stages
+
+    def packed(self, *shape: int) -> Any:
+        """A step's int32 operand from the host, or those of the steps that are in the pipeline's stages."""
+        return self.everywhere(_ints(*shape) if self.stages == 1 else _ints(self.stages, *shape))
+
     def state(self) -> DeviceState:
         slots, columns = self.max_num_seqs + 1, -(-self.max_model_len // self.block_size)
         state = DeviceState(
@@ -86,7 +96,12 @@ class Shapes:
             tables=_ints(self.num_groups, slots, columns),
             sampling=_ints(slots, state_row_size(self.spec.vocab)),
         )
-        return self.everywhere(state)
+        if self.stages == 1:
+            return self.everywhere(state)
+        assert self.placement is not None
+        hidden = jax.ShapeDtypeStruct((self.stages, self.most_tokens, self.spec.hidden), jnp.dtype(self.dtype))
+        own = {"tables": _ints(self.stages, *state.tables.shape), "hidden": hidden}
+        return self.everywhere(state).replace(**self.placement.place(own, STAGES))
 
 
 def _ints(*shape: int) -> Any:
@@ -94,14 +109,20 @@ def _ints(*shape: int) -> Any:
 
 
 def forward_program(shapes: Shapes, key: ForwardKey) -> Program:
-    state, place = shapes.state(), shapes.placement
-    packed = shapes.everywhere(_ints(forward_layout(key, shapes.num_groups, shapes.block_size).size))
+    """With pipeline stages: one tick."""
+    state, place, limits = shapes.state(), shapes.placement, (key, shapes.block_size, shapes.max_logprobs)
+    packed = shapes.packed(forward_layout(key, shapes.num_groups, shapes.block_size).size)
     spec = place.share(shapes.spec) if place else shapes.spec
-    function = make_forward(spec, key, shapes.block_size, shapes.max_logprobs, shapes.env)
+    own: tuple[Any, ...] = (state.tables,)
+    if shapes.stages == 1:
+        function = make_forward(spec, *limits, shapes.env)
+    else:
+        function = make_tick(spec, *limits, shapes.stages, shapes.env)
+        own = (state.tables, state.hidden)
     if place:
         function = place.wrap_forward(function, shapes.spec, shapes.num_groups)
-    arguments = (shapes.params(), shapes.pools(), state.tokens, state.tables, packed)
-    return Program(key.name, function, arguments, donate=(1, 2, 3))
+    arguments = (shapes.params(), shapes.pools(), state.tokens, *own, packed)
+    return Program(key.name, function, arguments, donate=tuple(range(1, 3 + len(own))))
 
 
 def sample_program(shapes: Shapes, key: SampleKey) -> Program:
@@ -110,7 +131,7 @@ def sample_program(shapes: Shapes, key: SampleKey) -> Program:
     if place:
         logits = place.place(logits, LOGITS)
     packed = shapes.everywhere(_ints(sample_layout(key.num_rows).size))
-    function = make_sample(key, shapes.max_logprobs, shapes.spec.vocab, shapes.env.axis)
+    function = make_sample(key, shapes.max_logprobs, shapes.spec.vocab, shapes.env.vocab_axis)
     if place:
         function = place.wrap_sample(function)
     return Program(key.name, function, (logits, state.tokens, state.sampling, packed), donate=(1,))
@@ -120,18 +141,26 @@ def all_programs(shapes: Shapes, buckets: Buckets) -> dict[Hashable, Program]:
     """Every program the engine may call, the slow ones to compile first."""
     state = shapes.state()
     slot = shapes.everywhere(_ints(1 + state.sampling.shape[1] + shapes.max_model_len))
-    pairs = shapes.everywhere(_ints(shapes.num_groups, COPY_BATCH, 2))
-    patches = shapes.everywhere(_ints(PATCH_BATCH, 4))
+    pairs = shapes.packed(shapes.num_groups, COPY_BATCH, 2)
+    patches = shapes.packed(PATCH_BATCH, 4)
+    patch, copy, out, back = apply_patches, copy_blocks, swap_out, swap_in
+    if shapes.stages > 1:
+        assert shapes.placement is not None
+        pools = (POOL,) * shapes.num_groups
+        patch = shapes.placement.wrap(patch_stage, (STAGES, REPLICATED), STAGES)
+        copy = shapes.placement.wrap(copy_in_stage, (pools, REPLICATED), pools)
+        out = shapes.placement.wrap(swap_out_of_stage, (pools, REPLICATED), pools)
+        back = shapes.placement.wrap(swap_into_stage, (pools, pools, REPLICATED), (pools, STAGES))
     forward_keys = (buckets.prompt_logprobs, *reversed(buckets.forward))
     programs: dict[Hashable, Program] = {
         **{key: forward_program(shapes, key) for key in forward_keys},
         **{key: sample_program(shapes, key) for key in sorted(buckets.sample, key=lambda key: -key.level)},
         LOAD_SLOT: Program(LOAD_SLOT, load_slot, (state.tokens, state.sampling, slot), donate=(0, 1)),
-        APPLY_PATCHES: Program(APPLY_PATCHES, apply_patches, (state.tables, patches), donate=(0,)),
-        COPY_BLOCKS: Program(COPY_BLOCKS, copy_blocks, (shapes.pools(), pairs), donate=(0,)),
+        APPLY_PATCHES: Program(APPLY_PATCHES, patch, (state.tables, patches), donate=(0,)),
+        COPY_BLOCKS: Program(COPY_BLOCKS, copy, (shapes.pools(), pairs), donate=(0,)),
     }
     if shapes.host_tier:
-        pairs = shapes.everywhere(_ints(shapes.num_groups, SWAP_BATCH, 2))
-        programs[SWAP_OUT] = Program(SWAP_OUT, swap_out, (shapes.pools(), pairs))
-        programs[SWAP_IN] = Program(SWAP_IN, swap_in, (shapes.pools(), shapes.swapped(), pairs), donate=(0,))
+        pairs = shapes.packed(shapes.num_groups, SWAP_BATCH, 2)
+        programs[SWAP_OUT] = Program(SWAP_OUT, out, (shapes.pools(), pairs))
+        programs[SWAP_IN] = Program(SWAP_IN, back, (shapes.pools(), shapes.swapped(), pairs), donate=(0,))
     return programs

@@ -15,8 +15,8 @@ from lmjax.models.registry import dtype_from_hf, spec_from_hf
 from lmjax.models.spec import DecoderSpec, MoeSpec
 from lmjax.nn.env import ALONE, Env
 from lmjax.parallel.placement import Placement
-from lmjax.parallel.split import SplitError, spread
-from lmjax.runtime.buckets import Buckets, ForwardKey
+from lmjax.parallel.split import Degree, SplitError
+from lmjax.runtime.buckets import GPU_SAMPLERS, SAMPLERS, Buckets, ForwardKey
 from lmjax.runtime.compiler import Program, compile_all
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
 from lmjax.runtime.state import COPY_BATCH, MOST_WAITING, SWAP_BATCH
@@ -53,6 +53,10 @@ class Resolved:
         return self.placement.size if self.placement else 1
 
     @property
+    def degree(self) -> Degree:
+        return self.placement.degree if self.placement else Degree()
+
+    @property
     def device_kv_specs(self) -> tuple[KVSpec, ...]:
         """The KV groups as one device holds them."""
         if self.placement is None:
@@ -74,14 +78,18 @@ class Resolved:
             env=self.env,
             host_tier=self.config.swap_space > 0,
             placement=self.placement,
+            most_tokens=self.buckets(max_model_len).token_buckets[-1],
         )
 
     def _spec(self, max_model_len: int) -> DecoderSpec:
         spec = make_spec(self.source, max_model_len)
-        return spread(spec, self.num_devices, self.placement.expert_parallel) if self.placement else spec
+        return self.placement.spread(spec) if self.placement else spec
 
     def buckets(self, max_model_len: int) -> Buckets:
-        return Buckets(self.num_seqs, min(self.num_batched, self.num_seqs * max_model_len))
+        """Those of one step. With pipeline stages as many are under way, and they share the limits."""
+        budget = min(self.num_batched, self.num_seqs * max_model_len)
+        stages, samplers = self.spec.stages, GPU_SAMPLERS if self.platform == "gpu" else SAMPLERS
+        return Buckets(-(-self.num_seqs // stages), -(-budget // stages), samplers)
 
 
 def resolve(
@@ -100,9 +108,9 @@ def resolve(
         raise ConfigError(f"--enable-expert-parallel: a {spec.model_type} model has no experts")
     if placement:
         try:
-            spec = spread(spec, placement.size, placement.expert_parallel)
+            spec = placement.spread(spec)
         except SplitError as error:
-            raise ConfigError(f"--tensor-parallel-size: {error}") from error
+            raise ConfigError(f"--{error.axis}-parallel-size: {error}") from error
     dtype = _dtype(config, source, platform)
     resolved = Resolved(
         config=config,

@@ -16,7 +16,9 @@ from lmjax.sampling.share import Share
 SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def make_sample(key: SampleKey, max_logprobs: int, vocab: int, axis: str | None = None) -> SampleProgram:
+def make_sample(
+    key: SampleKey, max_logprobs: int, vocab: int, axis: str | tuple[str, ...] | None = None
+) -> SampleProgram:
     """``(logits [V, S], tokens, sampling state, packed) -> (tokens, result)``; donate tokens.
 
     Rows of the logits beyond ``vocab`` are padding. With a mesh ``axis`` logits are one device's rows [V_local, S], and

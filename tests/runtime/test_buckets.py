@@ -1,6 +1,6 @@
 import pytest
 
-from lmjax.runtime.buckets import Buckets, ForwardKey, SampleKey
+from lmjax.runtime.buckets import GPU_SAMPLERS, Buckets, ForwardKey, SampleKey
 from tests.runtime.tiny import make_plan
 
 
@@ -78,3 +78,6 @@ def test_every_step_finds_its_sample_program():
                 assert found.level >= level and found.logprobs >= logprobs
     assert buckets.sample_key(8, 0, False) == SampleKey(8, 0, False)  # greedy pays for nothing else
     assert buckets.sample_key(8, 1, False) == SampleKey(8, 3, True)
+    on_a_card = Buckets(64, 512, GPU_SAMPLERS)
+    assert on_a_card.sample_key(8, 1, False) == SampleKey(8, 1, False) in on_a_card.sample
+    assert on_a_card.sample_key(8, 1, True) == on_a_card.sample_key(8, 2, False) == SampleKey(8, 3, True)

@@ -162,7 +162,7 @@ def test_the_pool_never_moves():
 
     def places():
         device = executor._device
-        arrays = (*device._pools, device._tokens, device._tables)
+        arrays = (*device._pools, device._tokens, *device._moved)
         return [array.unsafe_buffer_pointer() for array in arrays]
 
     run(make_plan(prefill=[(0, 0, [5], True)], slot_loads=[slot_load(0, [5])], patches=blocks_of(0, 24)))

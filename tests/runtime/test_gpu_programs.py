@@ -3,10 +3,20 @@ further layer is the same again (``scripts/gpu_programs.py`` compiles the whole 
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
+
+import jax
 import pytest
 
+from lmjax.models.params import param_specs
+from lmjax.models.registry import spec_from_hf
+from lmjax.runtime import hlo
+from lmjax.runtime.buckets import GPU_SAMPLERS, GREEDY, RANDOM, SampleKey
+from lmjax.runtime.programs import sample_program
 from tests import deviceless
-from tests.gpu_programs import Case, read
+from tests.gpu_programs import CONFIGS, CONTEXT, Case, make_shapes, read
 
 pytestmark = deviceless.skip
 
@@ -38,6 +48,35 @@ def test_program(case):
     assert found.kernels_of_a_layer <= MOST_KERNELS[case.model, case.tokens]
     if case.tp == 1:
         assert (found.num_command_buffers, found.num_host_launches) == (1, 1), "more than one CUDA graph"
+
+
+@pytest.mark.parametrize("tokens", [DECODE, PREFILL // 2])
+def test_tick_of_a_pipeline(tokens):
+    """TP 4 x PP 2: beside the layers' only the embedding, the last hidden states and what moves on travel."""
+    found = read(Case(LARGE, 4, tokens, layers=8, pp=2))
+    kinds = Counter(c.kind for c in found.launches.collectives)
+    assert kinds == {"all-reduce": 2 * found.layers + 2, "collective-permute": 1}
+    assert found.alias_bytes >= found.pool_bytes and found.pool_makers == [] and found.launches.loops == 0
+
+
+@pytest.mark.parametrize(
+    "case", [Case(LARGE, 8, DECODE), Case(LARGE, 4, DECODE, pp=2), Case(MIXTRAL, 8, DECODE)], ids=str
+)
+def test_parameters_and_sampling(case):
+    """A device has its share of the parameters; sampling gathers no vocabulary, and without filters no condition."""
+    config = json.loads((CONFIGS / f"{case.model}.json").read_text()) | {"num_hidden_layers": case.layers}
+    shapes = make_shapes(case, config)
+    total = sum(math.prod(p.shape) for p in jax.tree.leaves(param_specs(spec_from_hf(config, CONTEXT))))
+    here = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(shapes.params()))
+    assert here == pytest.approx(total / case.devices, rel=0.02)
+    for level, logprobs in GPU_SAMPLERS if case.tp == 8 and case.model == LARGE else [(GREEDY, False)]:
+        program = sample_program(shapes, SampleKey(DECODE, level, logprobs))
+        done = deviceless.compile(program.function, *program.arguments, devices=case.devices, donate=program.donate)
+        found = hlo.launches(hlo.entry(done.text))
+        assert found.collective_bytes < 0.1 * DECODE * shapes.spec.vocab * 4
+        assert found.loops == 0 or level > RANDOM
+        if level == GREEDY and not logprobs:
+            assert [c.kind for c in found.collectives] == ["all-gather"]
 
 
 @pytest.mark.parametrize("tokens", [DECODE, PREFILL])

@@ -11,6 +11,7 @@ from lmjax import planning
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.models.registry import spec_from_hf
+from lmjax.parallel.split import Degree
 from lmjax.runtime import cards, compile_bundle
 from lmjax.runtime.buckets import ForwardKey, SampleKey
 from lmjax.runtime.bundle import Bundle, PoolFacts
@@ -56,7 +57,7 @@ def ignore(message: str) -> None:
 
 def deployment(model, card="h200", devices=1, expert_parallel=False, **settings) -> Deployment:
     config = EngineConfig(model=str(model), **settings).validate()
-    return Deployment(config, model_source(config), cards.card(card), devices, expert_parallel)
+    return Deployment(config, model_source(config), cards.card(card), Degree(devices, 1, expert_parallel))
 
 
 def write(tmp_path, config) -> Path:
@@ -178,8 +179,7 @@ def fake_plan() -> Plan:
     return Plan(
         model="llama",
         card=cards.card("l4"),
-        devices=1,
-        expert_parallel=False,
+        degree=Degree(),
         dtype="bfloat16",
         kv_dtype="bfloat16",
         block_size=16,

@@ -9,7 +9,7 @@ import pytest
 
 from lmjax.models import decoder
 from lmjax.models.registry import spec_from_hf
-from lmjax.parallel.split import share, spread
+from lmjax.parallel.split import Degree, share, spread
 from lmjax.runtime import cards
 from lmjax.runtime.hlo import Collective
 from lmjax.runtime.plan_costs import kv_bytes_read, roofline, weights_of
@@ -24,9 +24,8 @@ def config(name):
 
 
 def weights(name, devices=1, expert_parallel=False, dtype="bfloat16"):
-    return weights_of(
-        spread(spec_from_hf(config(name), 4096), devices, expert_parallel), dtype, devices, expert_parallel
-    )
+    degree = Degree(devices, 1, expert_parallel)
+    return weights_of(spread(spec_from_hf(config(name), 4096), degree), dtype, degree)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -82,8 +81,8 @@ def test_a_decode_step_is_its_bytes_over_the_bandwidth():
 
 def test_prefill_is_bound_by_compute_and_collectives_by_links():
     card, devices = cards.card("l4"), 4
-    whole = spread(spec_from_hf(config("llama-3.1-8b"), 4096), devices)
-    spec = share(whole, devices)
+    whole = spread(spec_from_hf(config("llama-3.1-8b"), 4096), Degree(devices))
+    spec = share(whole, Degree(devices))
     found, kv = weights("llama-3.1-8b", devices), decoder.kv_specs(spec, "bfloat16")
     size = 2048 * 4096 * 2
     sent = (Collective("all-reduce", size),) * 65

@@ -18,11 +18,12 @@ CONFIG = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 
 
 
 @functools.cache
-def tiny_model() -> Path:
-    return make_model(Path(tempfile.mkdtemp(prefix="lmjax-tiny-")), hidden=64, seed=3, config=CONFIG)
+def tiny_model(layers: int = 2) -> Path:
+    config = CONFIG | {"num_hidden_layers": layers}
+    return make_model(Path(tempfile.mkdtemp(prefix="lmjax-tiny-")), hidden=64, seed=3, config=config)
 
 
-def tiny_config(**changes) -> EngineConfig:
+def tiny_config(layers: int = 2, **changes) -> EngineConfig:
     defaults = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
@@ -31,7 +32,7 @@ def tiny_config(**changes) -> EngineConfig:
         "num_gpu_blocks_override": 200,
         "max_logprobs": 5,
     }
-    return EngineConfig(model=str(tiny_model()), **(defaults | changes))
+    return EngineConfig(model=str(tiny_model(layers)), **(defaults | changes))
 
 
 @functools.cache

@@ -43,7 +43,7 @@ def load(path: Path, tp: int, load_format: str = "auto", dtype: str = "float32")
     spec = spec_from_hf(source.config, None)
     if tp == 1:
         return load_params(source, spec, dtype, load_format), spec, spec
-    wide = split.spread(spec, tp)
+    wide = split.spread(spec, split.Degree(tp))
     placement = Placement(make_mesh(jax.devices()[:tp]))
     placed = placement.place(decoder.abstract_params(wide, dtype), placement.params(wide))
     return load_params(source, spec, dtype, load_format, spread=Spread(wide, placed)), spec, wide

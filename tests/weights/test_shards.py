@@ -41,7 +41,7 @@ def spread_by_hand(name: str, x: np.ndarray, spec, wide) -> np.ndarray:
 def test_shares_are_cuts_of_the_whole(case):
     named, model, tp, expert_parallel = case
     spec = spec_from_hf({**sharded_forward.COMMON, **sharded_forward.MODELS[model]}, None)
-    wide = split.spread(spec, tp, expert_parallel)
+    wide = split.spread(spec, split.Degree(tp, 1, expert_parallel))
     rng = np.random.default_rng(0)
     params = {n: rng.normal(size=p.shape).astype(np.float32) for n, p in named_leaves(param_specs(spec)).items()}
     tensors = {part.name: part.extract(params[n]) for n, parts in named(spec).items() for part in parts}
