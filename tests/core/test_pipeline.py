@@ -27,19 +27,19 @@ WAYS = {
 @pytest.fixture(scope="module", params=GROUPS)
 def alone(request):
     specs = GROUPS[request.param]
-    requests = random_requests(150, seed=3)
+    requests = random_requests(70, seed=3)
     answers, _ = run_requests(requests, config(), fake_info(specs=specs))
     return specs, requests, answers
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["overlap", "in turn"])
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_same_answers(alone, way, stages, overlap):
     specs, requests, expected = alone
     changes, sizes = WAYS[way]
     rng = np.random.default_rng(5)
-    arrivals = {r.handle: int(rng.integers(0, 150)) for r in requests}
+    arrivals = {r.handle: int(rng.integers(0, 70)) for r in requests}
     if way == "priority":
         requests = [dataclasses.replace(r, priority=int(rng.integers(3))) for r in requests]
     info = fake_info(specs=specs, stages=stages, **sizes)
@@ -52,9 +52,9 @@ def test_same_answers(alone, way, stages, overlap):
         assert got.prompt_logprobs == answer.prompt_logprobs, handle
     stats = scheduler.stats()
     if way.startswith("small pool"):
-        assert stats.preemptions >= 30
+        assert stats.preemptions >= 10
     if way.startswith("swap"):
-        assert stats.swaps_out >= stats.swaps_in >= 20
+        assert stats.swaps_out >= stats.swaps_in >= 5
     if changes.get("enable_prefix_caching", True):
         assert stats.prefix_hits > 0
     assert all(pool.num_free == pool.num_usable for pool in scheduler.state.kv.pools)

@@ -6,13 +6,14 @@ import signal
 
 import pytest
 
-from lmjax.config import ConfigError
+from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine import replicas as module
 from lmjax.engine.replicas import Replicas
 from lmjax.engine.routing import Replica, block_names, by_cost
 from lmjax.types import EngineDeadError, QueueFullError
 from tests.engine.factories import config
 from tests.engine.test_process import PROMPT, answer, run, start, until
+from tests.fixtures import model_dir
 
 
 def start_many(count=2, factory="quick", **changes):
@@ -57,6 +58,23 @@ def test_answers_are_those_of_one_engine():
             assert min(shares) >= sum(shares) / 6, shares
 
     run(main())
+
+
+@pytest.mark.slow  # three starts with real programs
+def test_two_engines_of_four_devices_answer_as_one_device():
+    """Two stages of two devices each, twice."""
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 128, "num_gpu_blocks_override": 40}
+    one = EngineConfig(model=str(model_dir("RAND")), **settings)
+    four = one.replace(tensor_parallel_size=2, pipeline_parallel_size=2)
+
+    async def answers(config, count):
+        async with await Replicas.start(config, count) as many:
+            prompts = [[10 + i, *range(20, 30 + i)] for i in range(8)]
+            found = await asyncio.gather(*(answer(many, p, max_tokens=12, seed=1, temperature=1.0) for p in prompts))
+            assert len(many._engines) == count
+            return [tokens for tokens, _ in found]
+
+    assert run(answers(four, 2)) == run(answers(one, 1))
 
 
 def test_equal_prefixes_go_where_they_are():

@@ -78,4 +78,4 @@ def test_on_devices():
         [sys.executable, "-m", "tests.weights.sharded_loading"], env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal") == 5
+    assert done.stdout.count("equal") == 6
