@@ -59,7 +59,7 @@ class EngineConfig:
     scheduling_policy: str = _opt("fcfs", "order of waiting requests", ("fcfs", "priority"))
     preemption_mode: str = _opt(
         "auto",
-        "what happens to a preempted request's KV: swap keeps it (--swap-space), recompute drops it; auto: the cheaper",
+        "a preempted request's KV: swap keeps it (--swap-space), recompute only what stays cached; auto: the cheaper",
         ("auto", "recompute", "swap"),
     )
     async_scheduling: bool = _opt(True, "plan the next step while the device runs the current one")
