@@ -50,12 +50,18 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = _opt(None, "size of the KV pool in bytes (default: from free memory)")
     num_gpu_blocks_override: int | None = _opt(None, "number of usable KV blocks, instead of measuring")
     enable_prefix_caching: bool = _opt(True, "reuse the KV blocks of equal prompt prefixes")
+    swap_space: float = _opt(0.0, "GiB of host memory that KV blocks go to when the pool is full (0: none)")
     # scheduler
     max_num_seqs: int | None = _opt(None, "most requests that run at once (default: 256, on a CPU 64)")
     max_num_batched_tokens: int | None = _opt(None, "token budget of a step (default: 2048, on a CPU 512)")
     enable_chunked_prefill: bool = _opt(True, "prefill long prompts in chunks, mixed with decode")
     long_prefill_token_threshold: int = _opt(0, "most prompt tokens of one request in a step (0: the budget)")
     scheduling_policy: str = _opt("fcfs", "order of waiting requests", ("fcfs", "priority"))
+    preemption_mode: str = _opt(
+        "auto",
+        "a preempted request's KV: swap keeps it (--swap-space), recompute only what stays cached; auto: the cheaper",
+        ("auto", "recompute", "swap"),
+    )
     async_scheduling: bool = _opt(True, "plan the next step while the device runs the current one")
     max_num_queued_reqs: int | None = _opt(None, "most waiting requests; more get 429")
     max_num_queued_tokens: int | None = _opt(None, "most prompt tokens waiting; more get 429")
@@ -109,6 +115,11 @@ class EngineConfig:
             raise ConfigError(f"--block-size: got {self.block_size}, must be a power of two up to 256")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization: got {self.gpu_memory_utilization}, must be in (0, 1]")
+        space = self.swap_space
+        if isinstance(space, bool) or not isinstance(space, int | float) or not 0 <= space < 2**20:
+            raise ConfigError(f"--swap-space: got {space!r}, must be a number of GiB, 0 or more")
+        if self.preemption_mode == "swap" and not space:
+            raise ConfigError("--preemption-mode: swap needs host memory: give --swap-space")
         timeout = self.step_timeout
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
             raise ConfigError(f"--step-timeout: got {timeout!r}, must be a number of seconds, 0 or more")
@@ -157,6 +168,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     seed: int = 0

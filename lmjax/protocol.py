@@ -40,6 +40,14 @@ class EngineStats:
     preemptions: int = 0
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
+    host_usage: float = 0.0  # 0-1, of the host tier's blocks
+    host_queries: int = 0  # tokens of ``prefix_queries`` that were not on the device, if there is a host tier
+    host_hits: int = 0  # those of them, and of ``prefix_hits``, that were in it
+    swaps_out: int = 0  # preempted requests of which something went to the host
+    swaps_in: int = 0  # and came back from there
+    swapped_out_blocks: int = 0  # evicted prefixes included
+    swapped_in_blocks: int = 0
+    swapped_bytes: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     scheduled_tokens: int = 0

@@ -61,6 +61,13 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 _COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache"),
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache"),
+    ("external_prefix_cache_queries", "host_queries", "Prompt tokens looked up in the host tier of the KV cache"),
+    ("external_prefix_cache_hits", "host_hits", "Prompt tokens found there"),
+    ("num_swaps_out", "swaps_out", "Preempted requests whose KV, or some of it, went to the host"),
+    ("num_swaps_in", "swaps_in", "Preempted requests whose KV, or some of it, came back from the host"),
+    ("swapped_out_blocks", "swapped_out_blocks", "KV blocks written to the host"),
+    ("swapped_in_blocks", "swapped_in_blocks", "KV blocks read from the host"),
+    ("swapped_bytes", "swapped_bytes", "Bytes of KV blocks written to and read from the host"),
     ("num_preemptions", "preemptions", "Preemptions of running requests"),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed"),
     ("generation_tokens", "generation_tokens", "Tokens generated"),
@@ -76,6 +83,7 @@ _COUNTERS = (
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests in the running batch"),
     ("num_requests_waiting", "num_waiting", "Requests that wait for a place"),
+    ("cpu_cache_usage_perc", "host_usage", "Share of the host tier's KV blocks that hold something (0-1)"),
     ("kv_cache_usage_perc", "kv_usage", "Share of KV blocks in use (0-1); cached free blocks count as free"),
 )
 

@@ -13,6 +13,7 @@ from lmjax.config import SchedulerConfig
 from lmjax.core.output import StepOutput
 from lmjax.core.plan import (
     ExecutorInfo,
+    HostTierInfo,
     PromptLogprobs,
     SlotLoad,
     StepPlan,
@@ -49,13 +50,30 @@ def fake_info(
     max_logprobs: int = 5,
     token_buckets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512),
     stages: int = 1,
+    host: HostTierInfo | int | None = None,
 ) -> ExecutorInfo:
-    """``num_blocks``: with the null block; one number for all groups."""
+    """``num_blocks``: with the null block; one number for all groups. ``host``: the same, of the host tier."""
     if isinstance(num_blocks, int):
         num_blocks = (num_blocks,) * len(specs)
+    if isinstance(host, int):
+        host = host_info((host,) * len(specs))
     return ExecutorInfo(
-        specs, num_blocks, block_size, max_num_seqs, max_model_len, vocab_size, max_logprobs, token_buckets, stages
+        specs,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        max_model_len,
+        vocab_size,
+        max_logprobs,
+        token_buckets,
+        stages,
+        host,
     )
+
+
+def host_info(num_blocks: tuple[int, ...], transfer: float = 1e-6) -> HostTierInfo:
+    """``transfer``: seconds of one, there or back; a token takes 1 ms."""
+    return HostTierInfo(num_blocks, 4, transfer, transfer, 0.01, 1e-3, 1e-6)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -122,6 +140,8 @@ class FakeExecutor:
         self.in_flight = 0
         if not self.cheap:
             self.pools = [np.full((n, info.block_size, 2), -1, np.int64) for n in info.num_blocks]
+            there = info.host.num_blocks if info.host else ()
+            self.host_pools = [np.full((n, info.block_size, 2), -1, np.int64) for n in there]
 
     # the protocol
 
@@ -180,7 +200,8 @@ class FakeExecutor:
         return self._sample(plan, self._forward(plan, self._inputs(plan)))
 
     def _forward(self, plan: StepPlan, inputs: list[np.ndarray]) -> list[int]:
-        """Of one stage: tables, copies, KV. Returns a hash of what each row saw."""
+        """Of one stage: swaps, tables, copies, KV. Returns a hash of what each row saw."""
+        self._swap(plan)
         self._patch(plan)
         for group, source, target in plan.copies:
             assert source and target, "copy with the null block"
@@ -188,6 +209,14 @@ class FakeExecutor:
         for row, ids in enumerate(inputs):  # all rows of a layer write before any of them reads
             self._write(int(plan.slots[row]), int(plan.starts[row]), ids)
         return [self._read(plan, row) for row in range(plan.num_rows)]
+
+    def _swap(self, plan: StepPlan) -> None:
+        for group, block, place in plan.swaps_out:
+            assert block and place, "swap with the null block"
+            self.host_pools[group][place] = self.pools[group][block]
+        for group, place, block in plan.swaps_in:
+            assert block and place, "swap with the null block"
+            self.pools[group][block] = self.host_pools[group][place]
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.info.token_buckets[-1], "more tokens than the largest bucket"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -34,6 +35,9 @@ class BlockPool:
         self._num_entries = 0
         self._stamps = np.zeros(num_blocks, np.int64)
         self._clock = 0
+        # told of named blocks (intp [n]) just before they lose their names; their content is still there
+        self.on_evict: Callable[[np.ndarray], None] | None = None
+        self.evict_batch = num_blocks // 64  # at least so many are evicted at once, which saves calls
 
     @property
     def num_usable(self) -> int:
@@ -94,6 +98,22 @@ class BlockPool:
                 names[block] = digest
                 flags[block] = True
 
+    def name_of(self, block: int) -> bytes:
+        """Empty: it has none."""
+        return self.digests[block] if self._flags[block] else b""
+
+    def forget(self, digest: bytes) -> None:
+        """Takes a block's name away, if some block has it: nobody finds it any more."""
+        block = self.by_digest.pop(digest, 0)
+        if not block:
+            return
+        self._flags[block] = False
+        self._stamps[block] = 0  # so its entry in the LRU list is dead
+        if self.refs[block] == 0:
+            self._num_cached_free -= 1
+            self._stack[self._num_stack] = block
+            self._num_stack += 1
+
     def num_cached_free_of(self, ids: np.ndarray) -> int:
         return len(ids) - int(np.count_nonzero(self.refs[ids]))
 
@@ -112,8 +132,8 @@ class BlockPool:
         return (self.refs[ids] == 0) & (self._stamps[ids] == stamp)
 
     def _evict(self, n: int) -> None:
-        """Moves at least ``n`` cached-free blocks to the free ones; some more in a large pool, which saves calls."""
-        missing = n = min(max(n, self.num_blocks // 64), self._num_cached_free)
+        """Moves at least ``n`` cached-free blocks to the free ones, or ``evict_batch`` if there are so many."""
+        missing = n = min(max(n, self.evict_batch), self._num_cached_free)
         found: list[np.ndarray] = []
         while missing:
             stamp, ids = self._lru.popleft()
@@ -126,6 +146,8 @@ class BlockPool:
             found.append(ids)
             missing -= len(ids)
         ids = found[0] if len(found) == 1 else np.concatenate(found)
+        if self.on_evict is not None:
+            self.on_evict(ids)
         digests, by_digest = self.digests, self.by_digest
         for block in ids.tolist():
             del by_digest[digests[block]]

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from lmjax.core.block_pool import BlockPool
+from lmjax.core.host_tier import HostTier
 from lmjax.types import KVSpec
 
 
 @dataclass(slots=True)
 class PrefixHit:
-    """``num_blocks`` leading blocks of a prompt that need not be computed; ``blocks``: their ids per group, 0 where a
-    window group does not need the block any more."""
+    """``num_blocks`` leading blocks of a prompt whose first ``num_tokens`` tokens need not be computed.
+
+    ``blocks``: their ids on the device per group, 0 where a window group does not need the block any more, or where it
+    is in the host tier; ``places``: their ids there, 0 elsewhere (empty: none is).
+    """
 
     num_blocks: int
+    num_tokens: int
     blocks: list[list[int]]
+    places: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_places(self) -> int:
+        """Blocks to be brought from the host, of the group with the most."""
+        return max((len(ids) - ids.count(0) for ids in self.places), default=0)
 
 
-NO_HIT = PrefixHit(0, [])
+NO_HIT = PrefixHit(0, 0, [])
+
+
+@dataclass(slots=True)
+class _Either:
+    """Names that are in one of two places."""
+
+    here: Container[bytes]
+    there: Container[bytes]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.here or name in self.there
 
 
 class KVManager:
@@ -33,6 +56,7 @@ class KVManager:
     def __init__(self, specs: tuple[KVSpec, ...], num_blocks: tuple[int, ...], block_size: int, slots: int, cols: int):
         self.block_size = block_size
         self.pools = [BlockPool(n) for n in num_blocks]
+        self.tier: HostTier | None = None
         self.windows = [spec.window if spec.kind == "window" else None for spec in specs]
         self.window_groups = [g for g, window in enumerate(self.windows) if window is not None]
         self.full_groups = [g for g, window in enumerate(self.windows) if window is None]
@@ -97,33 +121,68 @@ class KVManager:
 
     # prefix cache
 
-    def lookup(self, digests: list[bytes]) -> PrefixHit:
-        """The longest prefix of ``digests`` that is there: whole in full groups, the last window in window groups."""
+    def lookup(self, digests: list[bytes], both: bool = True) -> PrefixHit:
+        """The longest prefix of ``digests`` that is there: whole in full groups, the last window in window groups.
+
+        both: look in the host tier, too, if there is one.
+        """
         n = len(digests)
-        if n and self.full_groups and digests[0] not in self.pools[self.full_groups[0]].by_digest:
+        names = self._names(both)
+        if n and self.full_groups and digests[0] not in names[self.full_groups[0]]:
             return NO_HIT
         for g in self.full_groups:
-            by_digest = self.pools[g].by_digest
-            n = next((i for i in range(n) if digests[i] not in by_digest), n)
+            there = names[g]
+            n = next((i for i in range(n) if digests[i] not in there), n)
         while True:
             fitting = n
             for g in self.window_groups:
-                fitting = self._window_hit(g, digests, fitting)
+                fitting = self._window_hit(g, digests, fitting, names[g])
             if fitting == n:
                 break
             n = fitting
         if not n:
             return NO_HIT
-        blocks = []
-        for g, window in enumerate(self.windows):
-            by_digest = self.pools[g].by_digest
-            first = 0 if window is None else min(n, self.first_visible_col(window, n * self.block_size))
-            blocks.append([0] * first + [by_digest[digest] for digest in digests[first:n]])
-        return PrefixHit(n, blocks)
+        return self._hit(digests[:n], n * self.block_size)
 
-    def _window_hit(self, group: int, digests: list[bytes], most: int) -> int:
-        """Largest n <= most whose last window is in the pool of ``group``."""
-        by_digest, window = self.pools[group].by_digest, self.windows[group]
+    def resume(self, names: list[bytes], num_tokens: int) -> PrefixHit:
+        """The blocks of ``names`` in either tier, as far as a row at position ``num_tokens`` reads them; ``NO_HIT`` if
+        one is missing."""
+        there = self._names(both=True)
+        for g in range(len(self.pools)):
+            if any(name not in there[g] for name in names[self._first_col(g, len(names), num_tokens) :]):
+                return NO_HIT
+        return self._hit(names, num_tokens)
+
+    def _names(self, both: bool) -> Sequence[Container[bytes]]:
+        """Per group: what can be found."""
+        here = [pool.by_digest for pool in self.pools]
+        if self.tier is None or not both:
+            return here
+        return [_Either(names, pool.by_digest) for names, pool in zip(here, self.tier.pools, strict=True)]
+
+    def _first_col(self, group: int, n: int, start: int) -> int:
+        """First of ``n`` columns that a row at position ``start`` reads."""
+        window = self.windows[group]
+        return 0 if window is None else min(n, self.first_visible_col(window, start))
+
+    def _hit(self, names: list[bytes], num_tokens: int) -> PrefixHit:
+        """All of ``names`` are there."""
+        n = len(names)
+        firsts = [self._first_col(g, n, num_tokens) for g in range(len(self.pools))]
+        blocks = [
+            [0] * first + [pool.by_digest.get(name, 0) for name in names[first:]]
+            for pool, first in zip(self.pools, firsts, strict=True)
+        ]
+        hit = PrefixHit(n, num_tokens, blocks)
+        if self.tier is not None and any(0 in ids[first:] for ids, first in zip(blocks, firsts, strict=True)):
+            for pool, ids, first in zip(self.tier.pools, blocks, firsts, strict=True):
+                pairs = zip(names[first:], ids[first:], strict=True)
+                hit.places.append([0] * first + [0 if block else pool.by_digest[name] for name, block in pairs])
+        return hit
+
+    def _window_hit(self, group: int, digests: list[bytes], most: int, by_digest: Container[bytes]) -> int:
+        """Largest n <= most whose last window is in ``by_digest``, which has the names of ``group``."""
+        window = self.windows[group]
         assert window is not None
         n = col = most
         while col > self.first_visible_col(window, n * self.block_size):
@@ -142,6 +201,19 @@ class KVManager:
         for g, pool in enumerate(self.pools):
             pool.register(self.tables[g][slots, cols], digests)
 
+    def name_own(self, slot: int, first: int, names: list[bytes]) -> list[bytes]:
+        """Names a slot's blocks from column ``first`` on where they have no name yet. Returns the names they have."""
+        found = []
+        for col, name in enumerate(names, first):
+            blocks = [int(group[slot, col]) for group in self.tables]
+            shared = (p.name_of(block) for p, block in zip(self.pools, blocks, strict=True) if block)
+            name = next(filter(None, shared), name)
+            for pool, block in zip(self.pools, blocks, strict=True):
+                if block and not pool.name_of(block):
+                    pool.register(np.array([block], np.intp), [name])
+            found.append(name)
+        return found
+
     # blocks of a slot
 
     def open(self, slot: int, hit: PrefixHit) -> None:
@@ -149,13 +221,27 @@ class KVManager:
         n = hit.num_blocks
         if not n:
             return
-        for g, ids in enumerate(hit.blocks):
-            pool, blocks = self.pools[g], np.array(ids, np.intp)
-            first = n - int(np.count_nonzero(blocks))
-            pool.share(blocks[first:])
-            self.first_col[g, slot] = first
+        tables = [np.array(ids, np.intp) for ids in hit.blocks]
+        for pool, blocks in zip(self.pools, tables, strict=True):
+            pool.share(blocks[blocks > 0])
+        if hit.places:
+            self._bring(hit, tables)
+        for g, blocks in enumerate(tables):
+            self.first_col[g, slot] = n - int(np.count_nonzero(blocks))
             self._set(g, slot, 0, blocks)
         self._set_cols(slot, n)
+
+    def _bring(self, hit: PrefixHit, tables: list[np.ndarray]) -> None:
+        """Fills ``tables`` (intp [P] per group) with new blocks for what is in the host tier."""
+        assert self.tier is not None
+        places = [np.array(ids, np.intp) for ids in hit.places]
+        for g, ids in enumerate(places):  # before allocating: that may evict, which needs places
+            self.tier.pin(g, ids[ids > 0])
+        for g, ids in enumerate(places):
+            cols = ids.nonzero()[0]
+            if len(cols):
+                tables[g][cols] = self.pools[g].allocate(len(cols))
+                self.tier.bring(g, ids[cols], tables[g][cols])
 
     def grow(self, slot: int, num_tokens: int) -> None:
         """Adds columns until there is room for ``num_tokens``. The caller has checked ``num_free``."""
@@ -271,3 +357,5 @@ class KVManager:
             cols = np.arange(self.tables.shape[2])[None, :]
             open_cols = (cols >= self.first_col[g][:, None]) & (cols < self.num_cols[:, None])
             assert np.array_equal(self.tables[g] > 0, open_cols), f"table of group {g}"
+        if self.tier is not None:
+            self.tier.check_integrity()

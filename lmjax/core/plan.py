@@ -59,6 +59,10 @@ class StepPlan:
     patches: np.ndarray  # int32 [M, 4]  (group, slot, column, block id), to apply before the forward; no place twice
     slot_loads: list[SlotLoad] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, target block)
+    # Blocks that move between the tiers, carried out in this order: all of swaps_out, all of swaps_in, copies, forward.
+    # So a device block named in swaps_out may be written again by the same plan, and a host block may be in both.
+    swaps_out: list[tuple[int, int, int]] = field(default_factory=list)  # (group, device block, host block)
+    swaps_in: list[tuple[int, int, int]] = field(default_factory=list)  # (group, host block, device block)
 
     @property
     def num_rows(self) -> int:
@@ -128,11 +132,31 @@ class StepResult:
 
     rows: np.ndarray  # int32 [R, 1 or row_width(max_logprobs)], see ``row_width``
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    seconds: float = 0.0  # that the step took, as far as the executor can tell; 0: it cannot
 
     @property
     def token_ids(self) -> np.ndarray:
         """int32 [R]"""
         return self.rows[:, 0]
+
+
+@dataclass(slots=True, frozen=True)
+class HostTierInfo:
+    """The second pool, in host memory, and what moving its blocks costs to begin with (the scheduler measures on).
+
+    ``num_blocks``: per group, with a null block 0 that nothing is kept in. ``batch``: blocks of each group that one
+    transfer moves; a smaller one costs as much. Seconds: ``out_seconds`` and ``in_seconds`` of a transfer,
+    ``step_seconds`` of a step beside its tokens, ``token_seconds`` of a prompt token, ``pair_seconds`` of each earlier
+    token that it reads.
+    """
+
+    num_blocks: tuple[int, ...]
+    batch: int
+    out_seconds: float
+    in_seconds: float
+    step_seconds: float
+    token_seconds: float
+    pair_seconds: float
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,6 +172,7 @@ class ExecutorInfo:
     max_logprobs: int
     token_buckets: tuple[int, ...]  # ascending; a step has at most token_buckets[-1] tokens
     stages: int = 1  # of a pipeline: so many steps are under way, and each is read so many submits later
+    host: HostTierInfo | None = None  # None: there is no host tier
 
     def __post_init__(self) -> None:
         assert len(self.kv_specs) == len(self.num_blocks)

@@ -143,7 +143,7 @@ class PrefillPlanner:
             return 0
         self._commit()  # its blocks may be a prefix of this request
         hit = state.lookup(request)
-        total, start = len(request.history), hit.num_blocks * block_size
+        total, start = len(request.history), hit.num_tokens
         length = min(total - start, left, self.most)
         if not self.chunked and length < total - start <= self.budget:
             return 0
@@ -152,9 +152,12 @@ class PrefillPlanner:
             return 0
         slot = state.start(request, start)
         kv.open(slot, hit)
-        length = min(length, kv.num_free * block_size)
+        length = min(length, int(kv.capacity[slot]) + kv.num_free * block_size - start)
         kv.grow(slot, start + length)
-        state.note_started(request, start, looked_up=state.caching)
+        if request.saved is not None:
+            state.stats.swaps_in += bool(hit.places)
+            state.forget_saved(request)
+        state.note_started(request, start, state.caching, hit.num_places * block_size)
         self._add(request, start, length)
         return length
 

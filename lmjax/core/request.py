@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from lmjax.core.host_tier import Saved
 from lmjax.types import SamplingParams
 
 
@@ -66,6 +67,7 @@ class Request:
     started: bool = False
     num_targets: int = -1  # prompt log-probabilities asked of the device so far (-1: it wants none)
     num_cached: int = 0  # prefix hit of the first admission, in tokens
+    saved: Saved | None = None  # its KV, if it is kept while the request waits
 
     @property
     def num_prompt(self) -> int:

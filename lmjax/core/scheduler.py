@@ -242,6 +242,8 @@ class Scheduler:
             slot_loads=state.slot_loads,
             copies=self.prefill.copies if rows else [],
         )
+        if state.tier is not None:
+            plan.swaps_out, plan.swaps_in = state.tier.take()
         table.note_planned(slots)
         state.slot_loads = []
         state.release_ready_groups()
@@ -270,6 +272,9 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Reads a step's result: new tokens, log-probabilities, and the events since the last output."""
         began = time.perf_counter()
+        tier = self.state.tier
+        if tier is not None and (len(plan.token_ids) or plan.swaps_out):
+            tier.costs.observe(plan, result.seconds)
         output = read_result(self.state, plan, result)
         self.state.stats.plan_seconds += time.perf_counter() - began
         return output
@@ -295,6 +300,7 @@ class Scheduler:
             num_running=state.num_running,
             num_waiting=len(state.requests) - state.num_running,
             kv_usage=state.kv.usage,
+            host_usage=state.tier.usage if state.tier is not None else 0.0,
             iteration_tokens=tokens,
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from lmjax.config import SchedulerConfig
 from lmjax.core.block_hash import block_digest, extend_digests
+from lmjax.core.host_tier import HostTier, Saved, own_name
 from lmjax.core.kv_manager import NO_HIT, KVManager, PrefixHit
 from lmjax.core.output import Finished, Started
 from lmjax.core.plan import ExecutorInfo, SlotLoad
@@ -39,6 +40,9 @@ class EngineState:
         self.prefill: list[Request] = []  # by rank
         self.ready_groups: list[ForkGroup] = []  # their choices may fork from the next step on
         self.stats = SchedulerStats()
+        self.tier: HostTier | None = None
+        if info.host is not None:
+            self.tier = self.kv.tier = HostTier(info.host, self.kv.pools, info.kv_specs, info.block_size, self.stats)
         self.started: list[Started] = []
         self.finished: list[Finished] = []
         self.slot_loads: list[SlotLoad] = []
@@ -98,7 +102,7 @@ class EngineState:
         )
         return slot
 
-    def note_started(self, request: Request, num_cached: int, looked_up: bool) -> None:
+    def note_started(self, request: Request, num_cached: int, looked_up: bool, num_host: int = 0) -> None:
         """Once for each request, when it gets its first slot."""
         if request.started:
             return
@@ -108,6 +112,9 @@ class EngineState:
         if looked_up:
             self.stats.prefix_queries += request.num_prompt
             self.stats.prefix_hits += num_cached
+            if self.tier is not None:
+                self.stats.host_queries += request.num_prompt - num_cached + num_host
+                self.stats.host_hits += num_host
         group = request.group
         if group is None or not group.prompt_counted:
             self.stats.prompt_tokens += request.num_prompt
@@ -115,7 +122,16 @@ class EngineState:
                 group.prompt_counted = True
 
     def lookup(self, request: Request) -> PrefixHit:
-        """The prefix hit of a waiting request: full blocks, and at least one token is left to compute."""
+        """The prefix hit of a waiting request: full blocks, and at least one token is left to compute.
+
+        A preempted request whose KV was kept finds all of it, if nothing of it was lost.
+        """
+        if request.saved is not None:
+            hit = self.kv.resume(request.saved.names, request.saved.num_tokens)
+            if hit.num_blocks:
+                return hit
+            if not self.caching:
+                return self.kv.lookup(request.saved.names[: request.saved.num_tokens // self.info.block_size])
         if not self.caching:
             return NO_HIT
         began = time.perf_counter()
@@ -125,6 +141,8 @@ class EngineState:
             # prompt log-probabilities come from computing the prompt: skip only what was asked before
             most = min(most, request.num_targets // self.info.block_size)
         hit = self.kv.lookup(request.digests[:most])
+        if hit.places and not self._worth_bringing(hit):
+            hit = self.kv.lookup(request.digests[:most], both=False)
         self.stats.hash_seconds += time.perf_counter() - began
         return hit
 
@@ -166,11 +184,46 @@ class EngineState:
     # out of a slot
 
     def preempt(self, request: Request) -> None:
-        """Back to the waiting requests; everything is computed again later (or found in the prefix cache)."""
+        """Back to the waiting requests. Its KV is found again later, as far as it is still cached, in either tier; the
+        rest is computed again."""
         self.stats.preemptions += 1
+        if self.tier is not None:
+            self._save(request)
         self._suspend(request)
         request.state = State.WAITING
         self.queue.push(request)
+
+    def _save(self, request: Request) -> None:
+        """Lets a request that loses its slot find its KV again, if that is to be cheaper than computing it."""
+        assert self.tier is not None
+        slot, size = request.slot, self.info.block_size
+        computed = int(self.table.computed[slot])
+        mode, cols = self.config.preemption_mode, self.kv.cols(computed)
+        if mode == "recompute" or not cols or (mode == "auto" and not self.tier.worth_saving(computed, cols)):
+            return
+        full = 0
+        if self.caching:
+            full = computed // size
+            extend_digests(request.digests, request.root, self.table.tokens[slot, :computed], size)
+            self.kv.register(slot, request.digests, 0, full)  # also what lost its name with another block of that name
+        names = request.digests[:full]
+        names += self.kv.name_own(slot, full, [own_name(request.handle, request.epoch, c) for c in range(full, cols)])
+        request.saved = Saved(computed, names)
+        self.tier.want(request.saved)
+
+    def forget_saved(self, request: Request) -> None:
+        """It is back or gone."""
+        if request.saved is not None:
+            assert self.tier is not None
+            self.tier.drop(request.saved)
+            request.saved = None
+
+    def _worth_bringing(self, hit: PrefixHit) -> bool:
+        """Whether what a hit has in the host tier is brought sooner than it is computed."""
+        assert self.tier is not None
+        start = next(col for ids in hit.places for col, place in enumerate(ids) if place) * self.info.block_size
+        costs = self.tier.costs
+        return costs.swap_in(hit.num_places) < costs.recompute(start, hit.num_tokens)
 
     def make_room(self) -> bool:
         """Frees blocks: of requests that only wait for their last token, else of the lowest in rank.
@@ -225,6 +278,7 @@ class EngineState:
             self._vacate(request)
         elif request.state is State.WAITING:
             self.queue.remove(request)
+        self.forget_saved(request)
         group = request.group
         if group is not None:
             if request.state is State.HELD:

@@ -24,4 +24,12 @@ class SchedulerStats:
     scheduled_tokens: int = 0
     hash_seconds: float = 0.0
     plan_seconds: float = 0.0
+    swaps_out: int = 0  # preempted requests of which something went to the host
+    swaps_in: int = 0  # and came back from there
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    swapped_bytes: int = 0  # both ways
+    host_usage: float = 0.0
+    host_queries: int = 0  # those of ``prefix_queries`` that were not on the device, if there is a host tier
+    host_hits: int = 0  # those of ``prefix_hits`` that were in the host tier
     iteration_tokens: list[int] = field(default_factory=list)

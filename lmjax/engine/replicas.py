@@ -24,7 +24,13 @@ log = logging.getLogger("lmjax.engine")
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a dead engine is started anew; doubled each time it fails
 MOST_FAILURES = 5  # in a row, while no other engine is alive: then nobody can be served
-_GAUGES = ("num_running", "num_waiting", "kv_usage", "iteration_tokens")  # all other statistics are counters
+_GAUGES = (
+    "num_running",
+    "num_waiting",
+    "kv_usage",
+    "host_usage",
+    "iteration_tokens",
+)  # all other statistics are counters
 
 
 class Replicas:
@@ -109,6 +115,7 @@ class Replicas:
             num_running=sum(s.num_running for s in found),
             num_waiting=sum(s.num_waiting for s in found),
             kv_usage=sum(s.kv_usage for s in found) / max(len(found), 1),
+            host_usage=sum(s.host_usage for s in found) / max(len(found), 1),
             iteration_tokens=[tokens for s in found for tokens in s.iteration_tokens],
         )
 

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from lmjax.runtime.buckets import ForwardKey, SampleKey
-from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT
+from lmjax.runtime.host_pool import HostPool
+from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import DeviceState
 
 
@@ -35,14 +36,21 @@ class Device:
     of an engine keep their shares of the arrays in step."""
 
     def __init__(
-        self, params: Any, pools: tuple[jax.Array, ...], state: DeviceState, programs: dict[Hashable, Any]
+        self,
+        params: Any,
+        pools: tuple[jax.Array, ...],
+        state: DeviceState,
+        programs: dict[Hashable, Any],
+        host_blocks: tuple[int, ...] = (),
     ) -> None:
+        """host_blocks: places in host memory per group, the null block included; empty: there is no host tier."""
         self._params = params
         self._pools = pools
         self._tokens, self._sampling = state.tokens, state.sampling
         # what the forward moves on beside pools and tokens: block tables, and in a pipeline hidden states
         self._moved = [state.tables] if state.hidden is None else [state.tables, state.hidden]
         self._programs = programs
+        self.host = HostPool(pools, host_blocks) if host_blocks else None
 
     @property
     def keys(self) -> list[Hashable]:
@@ -69,6 +77,8 @@ class Device:
         for array in (outputs.result, outputs.prompt_logprobs):
             if array is not None:
                 array.copy_to_host_async()
+        if self.host is not None:
+            self.host.land_ready()
         return outputs
 
     def _change(self, key: Hashable, program: Any, packed: np.ndarray) -> None:
@@ -78,8 +88,23 @@ class Device:
             self._moved[0] = program(self._moved[0], packed)
         elif key == COPY_BLOCKS:
             self._pools = program(self._pools, packed)
+        elif key == SWAP_OUT:
+            self.swap_out(packed)
+        elif key == SWAP_IN:
+            self.swap_in(packed)
         else:
             raise KeyError(f"no program {key}")
+
+    def swap_out(self, pairs: np.ndarray) -> None:
+        """Starts the way of blocks to their places on the host. pairs: int32 [G, SWAP_BATCH, 2] of (block, place)."""
+        assert self.host is not None
+        self.host.keep(self._programs[SWAP_OUT](self._pools, pairs), pairs)
+
+    def swap_in(self, pairs: np.ndarray) -> None:
+        """And back. pairs: int32 [G, SWAP_BATCH, 2] of (place, block)."""
+        assert self.host is not None
+        self._pools, done = self._programs[SWAP_IN](self._pools, self.host.stage(pairs), pairs)
+        self.host.staged(done)
 
     def close(self) -> None:
         """Waits for what runs and frees the memory. May be called twice."""
@@ -87,5 +112,5 @@ class Device:
             if not array.is_deleted():
                 array.block_until_ready()
                 array.delete()
-        self._params = None
+        self._params = self.host = None
         self._programs = {}

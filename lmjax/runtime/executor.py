@@ -18,6 +18,7 @@ from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.device import Device
+from lmjax.runtime.host_plan import host_tier, plan_host, without_swap_space
 from lmjax.runtime.inputs import InputPacker
 from lmjax.runtime.jax_executor import JaxExecutor, ModelInfo
 from lmjax.runtime.memory import (
@@ -77,6 +78,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
             max_logprobs=config.max_logprobs,
             token_buckets=buckets.token_buckets,
             stages=spec.stages,
+            host=host_tier(resolved, made.device, made.host_blocks) if made.host_blocks else None,
         ),
         model_info=ModelInfo(
             path=str(resolved.source.path),
@@ -109,6 +111,7 @@ class _Made(NamedTuple):
     resolved: Resolved
     plan: KVPlan
     device: Device
+    host_blocks: tuple[int, ...]
     device_count: int
     ranks: Ranks | None
 
@@ -126,12 +129,14 @@ def _prepare(config: EngineConfig, tell: Progress, target: Target | None) -> _Ma
         check_equal(ranks, rank_facts(resolved))
     weights = weights_of(spec, dtype, resolved.degree).bytes
     check_weights_fit(weights * (1 if platform == "gpu" else sharing(resolved, ranks)), _free_memory(resolved))
+    without_swap_space(config, available_memory(), sharing(resolved, ranks) / resolved.num_devices)
     bundle = usable_bundle(resolved, resolved.devices, tell)
     tell("loading weights")
     params = _load(resolved, tell)
 
     tell("sizing the KV pool")
     plan, bundle = plan_memory(resolved, bundle, tell, ranks)
+    host_blocks = plan_host(resolved, plan.num_blocks)
     shapes = resolved.shapes(plan.num_blocks, plan.max_model_len)
     buckets = resolved.buckets(plan.max_model_len)
     with writing_to_own_cache():
@@ -141,8 +146,8 @@ def _prepare(config: EngineConfig, tell: Progress, target: Target | None) -> _Ma
         first_collective(ranks, resolved.placement.mesh)
     tell("allocating the KV pool")
     # the pools come last: what compiling took is free again, and they are never moved
-    device = Device(params, state=_zeros(shapes.state()), pools=_zeros(shapes.pools()), programs=programs)
-    return _Made(resolved, plan, device, device_count, ranks)
+    device = Device(params, _zeros(shapes.pools()), _zeros(shapes.state()), programs, host_blocks)
+    return _Made(resolved, plan, device, host_blocks, device_count, ranks)
 
 
 def _resolve(config: EngineConfig, source: ModelSource, platform: str, target: Target) -> Resolved:
@@ -177,6 +182,7 @@ def plan_memory(
         budget = gpu_pool_budget(limit, used, bundle.pool.program_bytes if bundle else program_bytes(resolved))
     else:
         num_sharing = sharing(resolved, ranks)
+        available = without_swap_space(config, available, num_sharing / resolved.num_devices)
         budget = cpu_pool_budget(available) // num_sharing
         available //= num_sharing
     kv_specs = resolved.device_kv_specs

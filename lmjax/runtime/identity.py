@@ -43,6 +43,7 @@ def identity(resolved: Resolved, devices: list[jax.Device]) -> dict[str, str]:
         "--block-size": str(config.block_size),
         "--max-num-seqs": str(resolved.num_seqs),
         "--max-num-batched-tokens": str(resolved.num_batched),
+        "--swap-space": "some" if config.swap_space else "none",
         "--max-logprobs": str(config.max_logprobs),
         "XLA_FLAGS": xla_flags(),
         "lmjax's sources": sources_digest(),

@@ -12,9 +12,9 @@ from lmjax.core.plan import ExecutorInfo, PromptLogprobs, StepPlan, StepResult
 from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
-from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT
+from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.ranks import Leader
-from lmjax.runtime.state import pack_copies, pack_slot
+from lmjax.runtime.state import pack_copies, pack_slot, pack_swaps
 from lmjax.sampling.params import needs_slot_state
 
 
@@ -74,10 +74,13 @@ class JaxExecutor:
         return in_flight
 
     def _dispatch(self, plan: StepPlan, begin: float) -> InFlight:
-        calls = self._load_calls(plan)
+        groups = len(self.info.kv_specs)
+        calls = [Call(SWAP_OUT, pairs) for pairs in pack_swaps(plan.swaps_out, groups)]  # before anything is written
+        calls += [Call(SWAP_IN, pairs) for pairs in pack_swaps(plan.swaps_in, groups)]
+        calls += self._load_calls(plan)
         packed = self._packer.pack(plan)
         calls += [Call(APPLY_PATCHES, patches) for patches in packed.overflow]
-        calls += [Call(COPY_BLOCKS, pairs) for pairs in pack_copies(plan.copies, len(self.info.kv_specs))]
+        calls += [Call(COPY_BLOCKS, pairs) for pairs in pack_copies(plan.copies, groups)]
         calls.append(Call(packed.forward_key, packed.forward))
         if packed.sample_key is not None:
             assert packed.sample is not None
@@ -102,7 +105,8 @@ class JaxExecutor:
             result = self._read(in_flight, in_flight.outputs)
         self._num_in_flight -= 1
         now = time.monotonic()
-        self._device_seconds += now - max(in_flight.submitted, self._last_done)
+        result.seconds = now - max(in_flight.submitted, self._last_done)
+        self._device_seconds += result.seconds
         self._last_done = now
         return result
 

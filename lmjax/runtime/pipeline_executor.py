@@ -19,15 +19,17 @@ from lmjax.runtime.buckets import Buckets, ForwardKey
 from lmjax.runtime.device import Call
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, PATCH_BATCH, Layout, Ring, aligned_zeros, forward_layout
 from lmjax.runtime.jax_executor import InFlight, JaxExecutor
-from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS
-from lmjax.runtime.state import COPY_BATCH, pack_copies
+from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, SWAP_IN, SWAP_OUT
+from lmjax.runtime.state import COPY_BATCH, SWAP_BATCH, pack_copies, pack_swaps
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A step in the pipeline. ``copies``, ``overflow``: what each stage does before the step's forward there."""
+    """A step in the pipeline. The rest: what each stage does before the step's forward there."""
 
     in_flight: InFlight
+    swaps_out: list[np.ndarray]  # int32 [G, SWAP_BATCH, 2] each
+    swaps_in: list[np.ndarray]
     copies: list[np.ndarray]  # int32 [G, COPY_BATCH, 2] each
     overflow: list[np.ndarray] = field(default_factory=list)  # int32 [PATCH_BATCH, 4] each
 
@@ -55,16 +57,20 @@ class PipelineExecutor(JaxExecutor):
         self._rings = {key: Ring(partial(_stages, layout, stages), size) for key, layout in layouts.items()}
         self._last: tuple[ForwardKey, _Buffer] | None = None
         self._no_patches = np.tile(np.array([0, info.max_num_seqs, 0, 0], np.int32), (PATCH_BATCH, 1))
+        self._no_swaps = np.zeros((len(info.kv_specs), SWAP_BATCH, 2), np.int32)
         self._no_copies = np.zeros((len(info.kv_specs), COPY_BATCH, 2), np.int32)
         self._ticks = self._idle_ticks = 0
 
     def _dispatch(self, plan: StepPlan, begin: float) -> InFlight:
-        entering = InFlight(plan, self._load_calls(plan), begin)
-        self._held.appendleft(_Held(entering, pack_copies(plan.copies, len(self.info.kv_specs))))
+        entering, groups = InFlight(plan, self._load_calls(plan), begin), len(self.info.kv_specs)
+        out, back = pack_swaps(plan.swaps_out, groups), pack_swaps(plan.swaps_in, groups)
+        self._held.appendleft(_Held(entering, out, back, pack_copies(plan.copies, groups)))
         leaving = self._held[-1].in_flight if len(self._held) == self.info.stages else None
         key = self._choose(leaving)
         buffer = self._pack(key)
         calls = entering.calls
+        calls += self._each(SWAP_OUT, [held.swaps_out for held in self._held], self._no_swaps)
+        calls += self._each(SWAP_IN, [held.swaps_in for held in self._held], self._no_swaps)
         calls += self._each(APPLY_PATCHES, [held.overflow for held in self._held], self._no_patches)
         calls += self._each(COPY_BLOCKS, [held.copies for held in self._held], self._no_copies)
         calls.append(Call(key, buffer.whole))

@@ -19,13 +19,23 @@ from lmjax.runtime.compiler import Program
 from lmjax.runtime.forward import make_forward
 from lmjax.runtime.inputs import PATCH_BATCH, forward_layout, sample_layout
 from lmjax.runtime.sample import make_sample
-from lmjax.runtime.state import COPY_BATCH, DeviceState, apply_patches, copy_blocks, load_slot
-from lmjax.runtime.tick import copy_in_stage, make_tick, patch_stage
+from lmjax.runtime.state import (
+    COPY_BATCH,
+    SWAP_BATCH,
+    DeviceState,
+    apply_patches,
+    copy_blocks,
+    load_slot,
+    swap_in,
+    swap_out,
+)
+from lmjax.runtime.tick import copy_in_stage, make_tick, patch_stage, swap_into_stage, swap_out_of_stage
 from lmjax.sampling.params import state_row_size
 from lmjax.types import KVSpec
 
 # keys of the programs that are neither forward nor sample
 LOAD_SLOT, APPLY_PATCHES, COPY_BLOCKS = "load_slot", "apply_patches", "copy_blocks"
+SWAP_OUT, SWAP_IN = "swap_out", "swap_in"
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Shapes:
     max_model_len: int
     max_logprobs: int
     env: Env = ALONE
+    host_tier: bool = False
     placement: Placement | None = None  # None: the default device. Else spec and kv_specs are what all devices hold
     most_tokens: int = 0  # of a step; only a pipeline's state depends on it
 
@@ -49,9 +60,16 @@ class Shapes:
         return len(self.kv_specs)
 
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self._pools(self.num_blocks)
+
+    def swapped(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Blocks on their way between the pools and the host."""
+        return self._pools((SWAP_BATCH,) * self.num_groups)
+
+    def _pools(self, num_blocks: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
         pools = tuple(
             jax.ShapeDtypeStruct(decoder.pool_shape(kv, blocks, self.block_size), jnp.dtype(kv.dtype))
-            for kv, blocks in zip(self.kv_specs, self.num_blocks, strict=True)
+            for kv, blocks in zip(self.kv_specs, num_blocks, strict=True)
         )
         return self.placement.place(pools, POOL) if self.placement else pools
 
@@ -125,17 +143,24 @@ def all_programs(shapes: Shapes, buckets: Buckets) -> dict[Hashable, Program]:
     slot = shapes.everywhere(_ints(1 + state.sampling.shape[1] + shapes.max_model_len))
     pairs = shapes.packed(shapes.num_groups, COPY_BATCH, 2)
     patches = shapes.packed(PATCH_BATCH, 4)
-    patch, copy = apply_patches, copy_blocks
+    patch, copy, out, back = apply_patches, copy_blocks, swap_out, swap_in
     if shapes.stages > 1:
         assert shapes.placement is not None
         pools = (POOL,) * shapes.num_groups
         patch = shapes.placement.wrap(patch_stage, (STAGES, REPLICATED), STAGES)
         copy = shapes.placement.wrap(copy_in_stage, (pools, REPLICATED), pools)
+        out = shapes.placement.wrap(swap_out_of_stage, (pools, REPLICATED), pools)
+        back = shapes.placement.wrap(swap_into_stage, (pools, pools, REPLICATED), (pools, STAGES))
     forward_keys = (buckets.prompt_logprobs, *reversed(buckets.forward))
-    return {
+    programs: dict[Hashable, Program] = {
         **{key: forward_program(shapes, key) for key in forward_keys},
         **{key: sample_program(shapes, key) for key in sorted(buckets.sample, key=lambda key: -key.level)},
         LOAD_SLOT: Program(LOAD_SLOT, load_slot, (state.tokens, state.sampling, slot), donate=(0, 1)),
         APPLY_PATCHES: Program(APPLY_PATCHES, patch, (state.tables, patches), donate=(0,)),
         COPY_BLOCKS: Program(COPY_BLOCKS, copy, (shapes.pools(), pairs), donate=(0,)),
     }
+    if shapes.host_tier:
+        pairs = shapes.packed(shapes.num_groups, SWAP_BATCH, 2)
+        programs[SWAP_OUT] = Program(SWAP_OUT, out, (shapes.pools(), pairs))
+        programs[SWAP_IN] = Program(SWAP_IN, back, (shapes.pools(), shapes.swapped(), pairs), donate=(0,))
+    return programs

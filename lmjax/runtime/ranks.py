@@ -138,6 +138,7 @@ def rank_facts(resolved: Resolved) -> dict[str, str]:
         "--gpu-memory-utilization": str(config.gpu_memory_utilization),
         "--kv-cache-memory-bytes": str(config.kv_cache_memory_bytes),
         "--num-gpu-blocks-override": str(config.num_gpu_blocks_override),
+        "--swap-space": str(config.swap_space),
     }
 
 

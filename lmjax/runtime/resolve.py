@@ -19,7 +19,7 @@ from lmjax.parallel.split import Degree, SplitError
 from lmjax.runtime.buckets import GPU_SAMPLERS, SAMPLERS, Buckets, ForwardKey
 from lmjax.runtime.compiler import Program, compile_all
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
-from lmjax.runtime.state import COPY_BATCH
+from lmjax.runtime.state import COPY_BATCH, MOST_WAITING, SWAP_BATCH
 from lmjax.types import KVSpec
 from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.paged_attention import choose as choose_attention
@@ -81,6 +81,7 @@ class Resolved:
             max_model_len=max_model_len,
             max_logprobs=self.config.max_logprobs,
             env=self.env,
+            host_tier=self.config.swap_space > 0,
             placement=self.placement,
             most_tokens=self.buckets(max_model_len).token_buckets[-1],
         )
@@ -206,9 +207,10 @@ def step_bytes(shapes: Shapes, programs: Mapping[Hashable, ProgramMemory]) -> in
 
 
 def _copied_bytes(shapes: Shapes) -> int:
-    """What the program that copies blocks holds on to."""
+    """What the program that copies blocks holds on to, and the transfers to and from the host that wait."""
     block = sum(kv.bytes_per_token() for kv in shapes.kv_specs) * shapes.block_size
-    return COPY_BATCH * block // (shapes.placement.size if shapes.placement else 1)
+    blocks = COPY_BATCH + (2 * (MOST_WAITING + 1) * SWAP_BATCH if shapes.host_tier else 0)
+    return blocks * block // (shapes.placement.size if shapes.placement else 1)
 
 
 def program_bytes(resolved: Resolved) -> int:

@@ -14,6 +14,9 @@ from lmjax.runtime.inputs import aligned_zeros
 from lmjax.sampling.params import encode_state
 
 COPY_BATCH = 16  # block copies of one call
+SWAP_BATCH = 16  # blocks of each group that one call moves between the device and the host
+# Such calls that may wait for their transfer, each way; one more waits itself. Their blocks lie beside the pools.
+MOST_WAITING = 4
 
 
 @struct.dataclass
@@ -59,6 +62,47 @@ def copy_blocks(pools: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Arr
         pool.at[:, :, pair[:, 1]].set(pool[:, :, pair[:, 0]], mode="promise_in_bounds")
         for pool, pair in zip(pools, pairs, strict=True)
     )
+
+
+def swap_out(pools: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Array, ...]:
+    """Blocks of each pool ([L, 2, blocks, K, B, H]) on their way to the host: [L, 2, SWAP_BATCH, K, B, H].
+
+    pairs: int32 [G, SWAP_BATCH, 2] of (block, place in the host pool); padding reads the null block.
+    """
+    return tuple(
+        pool.at[:, :, pair[:, 0]].get(mode="promise_in_bounds") for pool, pair in zip(pools, pairs, strict=True)
+    )
+
+
+def swap_in(
+    pools: tuple[jax.Array, ...], blocks: tuple[jax.Array, ...], pairs: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Writes blocks from the host into each pool ([L, 2, blocks, K, B, H]).
+
+    blocks: [L, 2, SWAP_BATCH, K, B, H] a pool; pairs: int32 [G, SWAP_BATCH, 2] of (place in the host pool, block);
+    padding writes into the null block. Also returns an int32 [G] that is ready when ``blocks`` was read.
+    """
+    pools = tuple(
+        pool.at[:, :, pair[:, 1]].set(new, mode="promise_in_bounds")
+        for pool, new, pair in zip(pools, blocks, pairs, strict=True)
+    )
+    return pools, pairs[:, 0, 1]
+
+
+def pack_swaps(swaps: list[tuple[int, int, int]], num_groups: int) -> list[np.ndarray]:
+    """The ``pairs`` arguments of the calls that carry out ``swaps`` (group, source, target); targets are distinct."""
+    if not swaps:
+        return []
+    by_group = [[pair for g, *pair in swaps if g == group] for group in range(num_groups)]
+    batches: list[np.ndarray] = []
+    for first in range(0, max(map(len, by_group), default=0), SWAP_BATCH):
+        pairs = aligned_zeros(num_groups * SWAP_BATCH * 2).reshape(num_groups, SWAP_BATCH, 2)
+        for group, found in enumerate(by_group):
+            some = found[first : first + SWAP_BATCH]
+            if some:
+                pairs[group, : len(some)] = some
+        batches.append(pairs)
+    return batches
 
 
 def pack_copies(copies: list[tuple[int, int, int]], num_groups: int) -> list[np.ndarray]:

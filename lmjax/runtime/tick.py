@@ -23,7 +23,7 @@ from lmjax.parallel.rules import PP
 from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.forward import Pools, prompt_logprobs, take_tokens, unpack_batch
 from lmjax.runtime.inputs import forward_layout
-from lmjax.runtime.state import apply_patches, copy_blocks
+from lmjax.runtime.state import apply_patches, copy_blocks, swap_in, swap_out
 from lmjax.sampling.share import Share
 
 
@@ -75,3 +75,14 @@ def patch_stage(tables: jax.Array, patches: jax.Array) -> jax.Array:
 def copy_in_stage(pools: Pools, pairs: jax.Array) -> Pools:
     """``copy_blocks`` of one device. pairs: int32 [stages, G, COPY_BATCH, 2]."""
     return copy_blocks(pools, pairs[lax.axis_index(PP)])
+
+
+def swap_out_of_stage(pools: Pools, pairs: jax.Array) -> Pools:
+    """``swap_out`` of one device. pairs: int32 [stages, G, SWAP_BATCH, 2]."""
+    return swap_out(pools, pairs[lax.axis_index(PP)])
+
+
+def swap_into_stage(pools: Pools, blocks: Pools, pairs: jax.Array) -> tuple[Pools, jax.Array]:
+    """``swap_in`` of one device. pairs: int32 [stages, G, SWAP_BATCH, 2]. Also returns int32 [1, G]."""
+    pools, done = swap_in(pools, blocks, pairs[lax.axis_index(PP)])
+    return pools, done[None]

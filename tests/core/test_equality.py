@@ -58,6 +58,14 @@ WAYS = {
     "small pool, prefix cache off": ({"enable_prefix_caching": False}, {"num_blocks": 24}),
     "small pool, chunks off": ({"max_num_batched_tokens": 256, "enable_chunked_prefill": False}, {"num_blocks": 24}),
     "priority": ({"scheduling_policy": "priority"}, {"num_blocks": 40}),
+    "swap": ({"preemption_mode": "swap"}, {"num_blocks": 24, "host": 200}),
+    "swap, prefix cache off": (
+        {"preemption_mode": "swap", "enable_prefix_caching": False},
+        {"num_blocks": 24, "host": 200},
+    ),
+    "swap, little room": ({"preemption_mode": "swap"}, {"num_blocks": 24, "host": 16}),
+    "swap, chunks of 8": ({"preemption_mode": "swap", "max_num_batched_tokens": 8}, {"num_blocks": 24, "host": 200}),
+    "evicted prefixes": ({}, {"num_blocks": 40, "host": 400}),
     "more slots than tokens": ({"max_num_batched_tokens": 8}, {"max_num_seqs": 24}),
 }
 
@@ -85,5 +93,9 @@ def test_same_answers(alone, way, overlap):
         assert stats.preemptions >= 30
     if changes.get("enable_prefix_caching", True):
         assert stats.prefix_hits > 0
+    if way.startswith("swap"):
+        assert stats.swaps_out >= stats.swaps_in >= 20, stats
+    if way == "evicted prefixes":
+        assert stats.host_hits > 1000, stats
     scheduler.check_integrity()
     assert all(pool.num_free == pool.num_usable for pool in scheduler.state.kv.pools)

@@ -14,6 +14,11 @@ WAYS = {
     "chunks of 16": ({"max_num_batched_tokens": 16}, {}),
     "small pool": ({}, {"num_blocks": 24}),
     "small pool, prefix cache off": ({"enable_prefix_caching": False}, {"num_blocks": 24}),
+    "swap": ({"preemption_mode": "swap"}, {"num_blocks": 24, "host": 200}),
+    "swap, prefix cache off": (
+        {"preemption_mode": "swap", "enable_prefix_caching": False},
+        {"num_blocks": 24, "host": 200},
+    ),
     "few slots": ({}, {"max_num_seqs": 5}),
     "priority": ({"scheduling_policy": "priority"}, {"num_blocks": 40}),
 }
@@ -48,6 +53,8 @@ def test_same_answers(alone, way, stages, overlap):
     stats = scheduler.stats()
     if way.startswith("small pool"):
         assert stats.preemptions >= 10
+    if way.startswith("swap"):
+        assert stats.swaps_out >= stats.swaps_in >= 5
     if changes.get("enable_prefix_caching", True):
         assert stats.prefix_hits > 0
     assert all(pool.num_free == pool.num_usable for pool in scheduler.state.kv.pools)

@@ -32,22 +32,28 @@ def sizes(case: str) -> dict[str, int]:
 
 
 def requests(count: int, layers: int, cases: list[str]) -> None:
-    """Random requests on the tiny Llama, in a pool that is too small for them."""
+    """Random requests on the tiny Llama, in a pool that is too small for them; preemption by recompute and by swap."""
     asked = random_requests(count, seed=11)
     arrivals = {r.handle: int(np.random.default_rng(r.handle).integers(0, count)) for r in asked}
 
-    def answers(**settings: int):
-        executor = Limited(tiny_executor(layers=layers, **settings), num_blocks=26, mutate=True)
-        config = scheduler_config(max_num_batched_tokens=executor.info.token_buckets[-1])
+    def answers(swap: bool, **settings: int):
+        executor = Limited(
+            tiny_executor(layers=layers, swap_space=0.004, **settings), num_blocks=26, mutate=True, host=swap
+        )
+        config = scheduler_config(
+            max_num_batched_tokens=executor.info.token_buckets[-1], preemption_mode="swap" if swap else "auto"
+        )
         found, scheduler = run_requests(asked, config, executor.info, executor, arrivals=arrivals)
         stats = scheduler.stats()
+        assert (stats.swaps_in > 0) == swap, stats
         assert executor.executor.stats()["compiles_total"] == 0
         assert stats.preemptions > 0 and stats.prefix_hits > 0, stats
         return found
 
-    alone = answers()
+    alone = answers(swap=False)
     for case in cases:
-        check_equal(asked, alone, answers(**sizes(case)))
+        for swap in (False, True):
+            check_equal(asked, alone, answers(swap, **sizes(case)))
         print(f"{case} equal", flush=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lmjax.config import SchedulerConfig
-from lmjax.core.plan import ExecutorInfo, StepPlan, StepResult
+from lmjax.core.plan import ExecutorInfo, HostTierInfo, StepPlan, StepResult
 from lmjax.core.request import NewRequest
 from lmjax.runtime.executor import JaxExecutor
 from lmjax.types import SamplingParams
@@ -64,11 +64,13 @@ def random_requests(count: int, seed: int = 0, longest: int = 24) -> list[NewReq
 
 @dataclass
 class Limited:
-    """An executor seen through a smaller pool and fewer slots, so that one set of programs serves many tests."""
+    """An executor seen through a smaller pool, fewer slots and without its host tier, so that one set of programs
+    serves many tests."""
 
     executor: JaxExecutor
     num_blocks: int | None = None
     max_num_seqs: int | None = None
+    host: HostTierInfo | bool = True  # False: none; or with other costs
     errors: list[str] = field(default_factory=list)
     plans: int = 0
     mutate: bool = False  # overwrite every packed buffer as soon as its step was collected
@@ -77,7 +79,8 @@ class Limited:
     def info(self) -> ExecutorInfo:
         info = self.executor.info
         blocks = info.num_blocks if self.num_blocks is None else (self.num_blocks,) * len(info.num_blocks)
-        return replace(info, num_blocks=blocks, max_num_seqs=self.max_num_seqs or info.max_num_seqs)
+        host = info.host if self.host is True else self.host or None
+        return replace(info, num_blocks=blocks, max_num_seqs=self.max_num_seqs or info.max_num_seqs, host=host)
 
     def submit(self, plan: StepPlan) -> Any:
         self.plans += 1
