@@ -18,6 +18,8 @@ from lmjax.runtime import gpu_settings
 
 log = logging.getLogger(__name__)
 
+_THREADS_PER_DEVICE = 8
+
 
 def configure_jax(config: EngineConfig) -> None:
     """Settings that must hold before the first program is built. Safe to call again."""
@@ -33,6 +35,9 @@ def configure_jax(config: EngineConfig) -> None:
 
 def _set_cpu_devices(count: int) -> None:
     """A CPU is as many devices as asked for, if that is said before its first use and nobody has said otherwise."""
+    # A collective holds a thread of XLA:CPU's pool until the other devices' are there, and a program may have several
+    # at once: with a thread a device, as is usual, they come to wait for each other for ever. XLA reads this variable.
+    os.environ.setdefault("NPROC", str(_THREADS_PER_DEVICE * count))
     if jax.config.values["jax_num_cpu_devices"] >= count:
         return
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
