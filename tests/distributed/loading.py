@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,6 +19,35 @@ from lmjax.weights.source import resolve_model
 from tests.weights.sharded_loading import Counter
 
 
+class Growth:
+    """How far RssAnon rose above what it was before, at its peak."""
+
+    def __enter__(self) -> Growth:
+        self._before = self._peak = rss_anon()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            self._peak = max(self._peak, rss_anon())
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._peak = max(self._peak, rss_anon())
+
+    @property
+    def bytes(self) -> int:
+        return self._peak - self._before
+
+
+def rss_anon() -> int:
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
 def main(path: str, rank: int, port: str) -> None:
     counter = Counter()
     jax.config.update("jax_num_cpu_devices", 2)
@@ -28,12 +59,14 @@ def main(path: str, rank: int, port: str) -> None:
     specs = placement.params(wide)
     placed = placement.place(decoder.abstract_params(wide, "float32"), specs)
     counter.total = 0
-    found = load_params(source, spec, "float32", spread=Spread(wide, placed))
+    with Growth() as growth:
+        found = load_params(source, spec, "float32", spread=Spread(wide, placed))
     assert all(len(leaf.addressable_shards) == 2 for leaf in jax.tree.leaves(found))
     everywhere = sum(
         int(np.prod(leaf.shape)) * 4 for leaf in named_leaves(placed).values() if leaf.sharding.is_fully_replicated
     )
-    print(counter.total, everywhere, flush=True)
+    share = sum(shard.data.nbytes for leaf in jax.tree.leaves(found) for shard in leaf.addressable_shards)
+    print(counter.total, everywhere, growth.bytes / share, flush=True)
     jax.distributed.shutdown()
 
 
