@@ -39,6 +39,21 @@ def test_what_it_says_fits_together(manifests):
     assert first["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000}
 
 
+def test_pods_and_service_fit_kubernetes_schemas(manifests):
+    """Published with each version of Kubernetes; unknown fields are errors."""
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    version = kubernetes.latest_version()
+    kubernetes.validate(manifests["Service"], version, strict=True)
+    group = manifests["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    for template in (group["leaderTemplate"], group["workerTemplate"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", **template}
+        kubernetes.validate(pod, version, strict=True)
+        bad = copy.deepcopy(pod)
+        bad["spec"]["containers"][0]["arguments"] = []
+        with pytest.raises(kubernetes.ValidationError, match="arguments"):
+            kubernetes.validate(bad, version, strict=True)
+
+
 @pytest.mark.skipif(SCHEMA is None, reason="LMJAX_LWS_CRD names no file")
 def test_it_fits_the_published_schema(manifests):
     jsonschema = pytest.importorskip("jsonschema")
