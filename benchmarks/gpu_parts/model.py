@@ -20,6 +20,7 @@ from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import Env
 from lmjax.runtime.buckets import GREEDY, Buckets, ForwardKey, SampleKey
 from lmjax.runtime.compiler import CompileMonitor
+from lmjax.runtime.device import Device
 from lmjax.runtime.inputs import PATCH_BATCH, InputPacker
 from lmjax.runtime.jax_executor import JaxExecutor, ModelInfo
 from lmjax.runtime.programs import APPLY_PATCHES, Program, Shapes, forward_program, sample_program
@@ -169,10 +170,7 @@ class Decoding:
                 config={},
                 generation_config={},
             ),
-            params=self.params,
-            pools=self.pools,
-            state=zeros,
-            programs=programs,
+            device=Device(self.params, self.pools, zeros, programs),
             packer=self._new_packer(),
             monitor=CompileMonitor(),
         )

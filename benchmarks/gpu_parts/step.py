@@ -57,7 +57,7 @@ def _pipelined(decoding: Decoding, executor: JaxExecutor) -> Any:
         waiting.append(executor.submit(decoding.plan()))
         if len(waiting) == 2:
             executor.collect(waiting.pop(0))
-        return waiting[-1].last
+        return waiting[-1].outputs.last
 
     return call
 
@@ -71,7 +71,7 @@ def _host(decoding: Decoding, executor: JaxExecutor, steps: int) -> dict[str, fl
         begin = time.perf_counter()
         in_flight = executor.submit(plan)
         submits.append(time.perf_counter() - begin)
-        in_flight.last.block_until_ready()
+        in_flight.outputs.last.block_until_ready()
         begin = time.perf_counter()
         executor.collect(in_flight)
         collects.append(time.perf_counter() - begin)

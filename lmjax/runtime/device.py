@@ -50,6 +50,9 @@ class Device:
         # what the forward moves on beside pools and tokens: block tables, and in a pipeline hidden states
         self._moved = [state.tables] if state.hidden is None else [state.tables, state.hidden]
         self._programs = programs
+        devices: Any = pools[0].sharding.device_set
+        # XLA:CPU's devices take the collectives of two programs that run at once for each other, and wait for ever
+        self._one_at_a_time = len(devices) > 1 and next(iter(devices)).platform == "cpu"
         self.host = HostPool(pools, host_blocks) if host_blocks else None
 
     @property
@@ -73,6 +76,10 @@ class Device:
                 outputs.last = outputs.result
             else:
                 self._change(key, program, packed)
+            if self._one_at_a_time:
+                jax.block_until_ready(
+                    (self._pools, self._tokens, self._moved, self._sampling, outputs and outputs.last)
+                )
         assert outputs is not None, "a step has a forward"
         for array in (outputs.result, outputs.prompt_logprobs):
             if array is not None:

@@ -15,6 +15,7 @@ from lmjax.config import ConfigError, EngineConfig
 from lmjax.core.plan import ExecutorInfo
 from lmjax.nn.env import Env
 from lmjax.parallel.placement import Placement, make_mesh
+from lmjax.parallel.split import Degree
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.device import Device
@@ -46,7 +47,7 @@ from lmjax.runtime.ranks import (
     sharing,
     smallest,
 )
-from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve
+from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
 from lmjax.weights.loader import Spread, load_params
 from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.platform import Target, device_target
@@ -155,6 +156,9 @@ def _resolve(config: EngineConfig, source: ModelSource, platform: str, target: T
     count = config.num_devices
     if count == 1:
         return resolve(config, source, platform, Env(target, attention))
+    # first what no number of devices would help
+    degree = Degree(config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel)
+    spread_spec(make_spec(source, config.max_model_len), degree)
     mesh = make_mesh(engine_devices(config), config.pipeline_parallel_size)
     placement = Placement(mesh, config.enable_expert_parallel)
     return resolve(config, source, platform, placement.env(target, attention), placement)

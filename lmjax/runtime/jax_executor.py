@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,9 +13,11 @@ from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
-from lmjax.runtime.ranks import Leader
 from lmjax.runtime.state import pack_copies, pack_slot, pack_swaps
 from lmjax.sampling.params import needs_slot_state
+
+if TYPE_CHECKING:
+    from lmjax.runtime.ranks import Leader
 
 
 @dataclass(frozen=True, slots=True)

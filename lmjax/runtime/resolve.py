@@ -15,7 +15,7 @@ from lmjax.models.registry import dtype_from_hf, spec_from_hf
 from lmjax.models.spec import DecoderSpec, MoeSpec
 from lmjax.nn.env import ALONE, Env
 from lmjax.parallel.placement import Placement
-from lmjax.parallel.split import Degree, SplitError
+from lmjax.parallel.split import Degree, SplitError, spread
 from lmjax.runtime.buckets import GPU_SAMPLERS, SAMPLERS, Buckets, ForwardKey
 from lmjax.runtime.compiler import Program, compile_all
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
@@ -112,10 +112,7 @@ def resolve(
     if config.enable_expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         raise ConfigError(f"--enable-expert-parallel: a {spec.model_type} model has no experts")
     if placement:
-        try:
-            spec = placement.spread(spec)
-        except SplitError as error:
-            raise ConfigError(f"--{error.axis}-parallel-size: {error}") from error
+        spec = spread_spec(spec, placement.degree)
     dtype = _dtype(config, source, platform)
     resolved = Resolved(
         config=config,
@@ -131,6 +128,14 @@ def resolve(
     )
     _check_kernels(resolved)
     return resolved
+
+
+def spread_spec(spec: DecoderSpec, degree: Degree) -> DecoderSpec:
+    """``parallel.split.spread`` whose errors name the flag."""
+    try:
+        return spread(spec, degree)
+    except SplitError as error:
+        raise ConfigError(f"--{error.axis}-parallel-size: {error}") from error
 
 
 def _check_kernels(resolved: Resolved) -> None:

@@ -54,12 +54,16 @@ def make_tick(
             return lax.psum(jnp.where(stage == stages - 1, normed, jnp.zeros((), normed.dtype)), PP)
 
         def head(columns: jax.Array) -> jax.Array:
-            return decoder.logits(params, spec, from_last(columns), env)
+            return decoder.logits(params, spec, columns, env)
 
-        logits = head(x[:, leaving["logit_tokens"]])
         prompt = None
         if key.prompt_logprobs:
-            prompt = prompt_logprobs(head, x, leaving, max_logprobs, Share(env.vocab_axis, spec.vocab))
+            # of all tokens at once, not in every turn of the loop over them
+            last = from_last(x)
+            prompt = prompt_logprobs(head, last, leaving, max_logprobs, Share(env.vocab_axis, spec.vocab))
+            logits = head(last[:, leaving["logit_tokens"]])
+        else:
+            logits = head(from_last(x[:, leaving["logit_tokens"]]))
         moved = lax.ppermute(x.T, PP, [(i, i + 1) for i in range(stages - 1)])
         hidden = lax.dynamic_update_slice(hidden, moved[None], (0, 0, 0))
         return logits, pools, tokens, own_tables[None], hidden, prompt
