@@ -33,6 +33,15 @@ def random_requests(count=200, seed=0, longest=150):
     return found
 
 
+def check_same(answers, expected):
+    for handle, answer in expected.items():
+        got = answers[handle]
+        assert got.token_ids == answer.token_ids, handle
+        assert (got.reason, got.stop_reason) == (answer.reason, answer.stop_reason), handle
+        assert got.logprobs == answer.logprobs, handle
+        assert got.prompt_logprobs == answer.prompt_logprobs, handle
+
+
 def config(**changes):
     return SchedulerConfig(**{"max_num_batched_tokens": 64, **changes})
 
@@ -82,12 +91,7 @@ def test_same_answers(alone, way, overlap):
             r.priority = int(rng.integers(3))
     info = fake_info(specs=specs, **sizes)
     answers, scheduler = run_requests(requests, config(**changes), info, FakeExecutor(info), overlap, arrivals)
-    for handle, answer in expected.items():
-        got = answers[handle]
-        assert got.token_ids == answer.token_ids, handle
-        assert (got.reason, got.stop_reason) == (answer.reason, answer.stop_reason), handle
-        assert got.logprobs == answer.logprobs, handle
-        assert got.prompt_logprobs == answer.prompt_logprobs, handle
+    check_same(answers, expected)
     stats = scheduler.stats()
     if way.startswith("small pool"):
         assert stats.preemptions >= 30

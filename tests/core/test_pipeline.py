@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.core.test_equality import GROUPS, config, random_requests
+from tests.core.test_equality import GROUPS, check_same, config, random_requests
 from tests.fake_pipeline import FakePipeline
 from tests.fakes import fake_info, request, run_requests
 
@@ -44,12 +44,7 @@ def test_same_answers(alone, way, stages, overlap):
         requests = [dataclasses.replace(r, priority=int(rng.integers(3))) for r in requests]
     info = fake_info(specs=specs, stages=stages, **sizes)
     answers, scheduler = run_requests(requests, config(**changes), info, FakePipeline(info), overlap, arrivals, True)
-    for handle, answer in expected.items():
-        got = answers[handle]
-        assert got.token_ids == answer.token_ids, handle
-        assert (got.reason, got.stop_reason) == (answer.reason, answer.stop_reason), handle
-        assert got.logprobs == answer.logprobs, handle
-        assert got.prompt_logprobs == answer.prompt_logprobs, handle
+    check_same(answers, expected)
     stats = scheduler.stats()
     if way.startswith("small pool"):
         assert stats.preemptions >= 10
