@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+# compiler options: LLVM would take most of the time of a case, and what XLA:CPU does by MLIR another quarter
+UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
 
 @dataclass
 class Ragged:

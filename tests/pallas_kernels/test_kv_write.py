@@ -15,7 +15,6 @@ from tests.pairs import all_pairs, every, name
 from tests.pallas_kernels import ragged
 
 TARGET = Target("cuda", (9, 0), 132, interpret=True)
-UNOPTIMISED = {"xla_backend_optimization_level": 0}  # LLVM would take most of the time
 LAYERS, LAYER, KV_HEADS, EPS = 2, 1, 2, 1e-3
 ROUNDING = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}  # of one operation on numbers near 1
 
@@ -84,7 +83,7 @@ def check(case):
     error = ROUNDING[q_dtype] * (3 if case["norm"] else 1)
     for target in (CPU, TARGET):
 
-        @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+        @functools.partial(jax.jit, compiler_options=ragged.UNOPTIMISED)
         def body(qkv, pool, operands, target=target):
             return kv_write(qkv, pool, layer=LAYER, eps=EPS, target=target, **operands)
 

@@ -15,8 +15,6 @@ from pallas_kernels.platform import Target
 from tests.pairs import all_pairs, every, name
 from tests.pallas_kernels import ragged
 
-UNOPTIMISED = {"xla_backend_optimization_level": 0}  # LLVM would take most of the time
-
 # (decode rows, rows as (tokens before, tokens now), T, S); a program of T <= 16 takes every token as a decode row
 BATCHES = {
     "one token": (1, [(0, 1)], 1, 1),
@@ -78,7 +76,7 @@ def check(case):
     static = {"sinks": None, "alibi": None, "kv_scales": None} | static
     target = Target("cuda", (9, 0), case["cores"], interpret=True)
 
-    @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+    @functools.partial(jax.jit, compiler_options=ragged.UNOPTIMISED)
     def body(q, pool, arrays, operands):
         options = static | operands
         return decode_triton(q, pool, **arrays, **options, rows=min(tokens, max_rows), target=target)
@@ -113,7 +111,7 @@ def test_one_program_for_all_layers_that_leaves_the_donated_pool_as_it_was():
     target = Target("cuda", (9, 0), 132, interpret=True)
     traces = []
 
-    @functools.partial(jax.jit, compiler_options=UNOPTIMISED, donate_argnames=("pool",))
+    @functools.partial(jax.jit, compiler_options=ragged.UNOPTIMISED, donate_argnames=("pool",))
     def step(q, pool, layer, arrays, operands):
         traces.append(layer)
         return paged_attention(q, pool, layer=layer, **arrays, **operands, **static, target=target), pool

@@ -16,7 +16,6 @@ from tests.pairs import all_pairs, every, name
 from tests.pallas_kernels import ragged
 
 TARGET = Target("cuda", (9, 0), 132, interpret=True)
-UNOPTIMISED = {"xla_backend_optimization_level": 0}  # LLVM would take most of the time
 UNTOUCHED = 7.0  # in the tokens that are not prefill's
 
 # (decode rows, rows as (tokens before, tokens now), T, S)
@@ -69,7 +68,7 @@ def run(case):
     arrays = {k: v for k, v in made.arrays.items() if k not in ("token_rows", "positions", "num_tokens")}
     operands, static = operands_of(made)
 
-    @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+    @functools.partial(jax.jit, compiler_options=ragged.UNOPTIMISED)
     def body(q, pool, arrays, operands):
         out = jnp.full(q.shape, UNTOUCHED, q.dtype)
         return prefill_triton(q, out, pool, **arrays, **operands, **static, target=TARGET)
@@ -119,7 +118,7 @@ def test_both_bodies_behind_the_api():
     made = make(case)
     operands, static = operands_of(made)
 
-    @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+    @functools.partial(jax.jit, compiler_options=ragged.UNOPTIMISED)
     def body(q, pool, arrays, operands):
         return paged_attention(q, pool, **arrays, **operands, **static, target=TARGET)
 
