@@ -12,9 +12,10 @@ SMALL_TOKENS = (1, 4, 8, 16, 32, 64)  # a step costs what its width costs; below
 MIXED_TOKENS = (128, 256, 512, 2048, 8192)  # prefill fills a step to the edge of its bucket: these may be farther apart
 GREEDY, RANDOM, FILTERED, FULL = range(4)  # feature levels of lmjax.sampling
 # (level, log-probabilities) of the sample programs. What is not here runs on the last one, which draws the same tokens:
-# its filters and penalties are skipped where no row asks for them, and every further program costs seconds at start.
+# on a CPU its filters and penalties are skipped where no row asks for them, and every further program costs seconds at
+# start.
 SAMPLERS = ((GREEDY, False), (GREEDY, True), (FULL, True))
-# On a card a condition may be read by the host, so rows without filters and penalties have a program without any.
+# On a card nothing is skipped (see sampler.sample), so rows without filters and penalties have a program without any.
 GPU_SAMPLERS = ((GREEDY, False), (RANDOM, False), (GREEDY, True), (FULL, True))
 Samplers = tuple[tuple[int, bool], ...]
 

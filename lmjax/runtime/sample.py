@@ -17,12 +17,12 @@ SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax
 
 
 def make_sample(
-    key: SampleKey, max_logprobs: int, vocab: int, axis: str | tuple[str, ...] | None = None
+    key: SampleKey, max_logprobs: int, vocab: int, axis: str | tuple[str, ...] | None = None, branches: bool = True
 ) -> SampleProgram:
     """``(logits [V, S], tokens, sampling state, packed) -> (tokens, result)``; donate tokens.
 
     Rows of the logits beyond ``vocab`` are padding. With a mesh ``axis`` logits are one device's rows [V_local, S], and
-    ``Placement.wrap_sample`` makes one function of all.
+    ``Placement.wrap_sample`` makes one function of all. ``branches``: as of ``sampler.sample``; not for a GPU.
 
     result: token rows, int32 [S, 1], or [S, 3 + 2 * max_logprobs] with log-probabilities.
     """
@@ -43,6 +43,7 @@ def make_sample(
             # 0 means none to the sampler; a request may want its token's own log-probability where no more is allowed
             max_logprobs=max(max_logprobs, 1) if key.logprobs else 0,
             share=Share(axis, vocab),
+            branches=branches,
         )
         tokens = tokens.at[slots, positions].set(out.token_ids, mode="promise_in_bounds")
         result = out.token_ids[:, None]

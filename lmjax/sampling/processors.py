@@ -1,7 +1,8 @@
 """What changes the logits before temperature and filters: bias, penalties, masks, bad words (level 3 only).
 
-Each step runs only if some row uses it and touches only the rows that do. Counts of past tokens come from the token
-table at every call, so preemption, forks and rejected drafts leave nothing to roll back.
+Each step touches only the rows that use it, and with branches (see ``sampler.sample``) runs only if one does. Counts of
+past tokens come from the token table at every call, so preemption, forks and rejected drafts leave nothing to roll
+back.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def process(
     tokens: jax.Array,
     state: jax.Array,
     share: Share = WHOLE,
+    branches: bool = True,
 ) -> jax.Array:
     """[V, S] -> [V, S]: bias, penalties, then -inf for what may not be drawn. Arguments as of ``sampler.sample``."""
     vocab = share.size(logits.shape[0])
@@ -47,10 +49,10 @@ def process(
     bad_words = rest[:, MAX_LOGIT_BIAS:].reshape(-1, MAX_BAD_SEQUENCES, MAX_BAD_WORD_TOKENS)
 
     def when(flag: int, change, scores: jax.Array) -> jax.Array:
-        return lax.cond(rows.has(flag).any(), change, lambda x: x, scores)
+        return lax.cond(rows.has(flag).any(), change, lambda x: x, scores) if branches else change(scores)
 
-    scores = when(FLAG_BIAS, lambda x: _add_bias(x, rows, bias_ids, bias_values, share), logits)
-    scores = when(FLAG_PENALTY, lambda x: _penalize(x, rows, slots, positions, tokens, share), scores)
+    scores = when(FLAG_BIAS, lambda x: _add_bias(x, rows, bias_ids, bias_values, share, branches), logits)
+    scores = when(FLAG_PENALTY, lambda x: _penalize(x, rows, slots, positions, tokens, share, branches), scores)
     mask = _own_words(jnp.where((positions < rows.min_until)[:, None], early, always), logits.shape[0], share)
     scores = when(FLAG_MASK, lambda x: _mask(x, rows, mask), scores)
     past = (slots, positions, tokens)
@@ -62,20 +64,26 @@ def _row_index(like: jax.Array) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, like.shape, 0)
 
 
-def _add_bias(scores: jax.Array, rows: Rows, ids: jax.Array, values: jax.Array, share: Share) -> jax.Array:
-    """Adds ``values`` [S, MAX_LOGIT_BIAS] at ``ids``; the loop ends with the longest list."""
+def _add_bias(
+    scores: jax.Array, rows: Rows, ids: jax.Array, values: jax.Array, share: Share, branches: bool
+) -> jax.Array:
+    """Adds ``values`` [S, MAX_LOGIT_BIAS] at ``ids``; the loop ends with the longest list, and without branches there
+    is none."""
     count = jnp.where(rows.has(FLAG_BIAS), rows.num_bias, jnp.int32(0))
+    step_len = BIAS_STEP if branches else MAX_LOGIT_BIAS
 
     def add(step: jax.Array, scores: jax.Array) -> jax.Array:
-        start = step * jnp.int32(BIAS_STEP)
-        entry = start + jnp.arange(BIAS_STEP, dtype=jnp.int32)[None, :]
-        some_ids = lax.dynamic_slice_in_dim(ids, start, BIAS_STEP, axis=1)
-        some = lax.dynamic_slice_in_dim(values, start, BIAS_STEP, axis=1)
+        start = step * jnp.int32(step_len)
+        entry = start + jnp.arange(step_len, dtype=jnp.int32)[None, :]
+        some_ids = lax.dynamic_slice_in_dim(ids, start, step_len, axis=1)
+        some = lax.dynamic_slice_in_dim(values, start, step_len, axis=1)
         some_ids = share.local(some_ids, scores.shape[0])
         some_ids = jnp.where(entry < count[:, None], some_ids, jnp.int32(scores.shape[0]))  # outside: dropped
         return scores.at[some_ids, _row_index(some_ids)].add(some, mode="drop")
 
-    return lax.fori_loop(0, (count.max() + (BIAS_STEP - 1)) // BIAS_STEP, add, scores)
+    if not branches:
+        return add(jnp.int32(0), scores)
+    return lax.fori_loop(0, (count.max() + (step_len - 1)) // step_len, add, scores)
 
 
 def _history(tokens: jax.Array, slots: jax.Array, index: jax.Array) -> jax.Array:
@@ -84,13 +92,20 @@ def _history(tokens: jax.Array, slots: jax.Array, index: jax.Array) -> jax.Array
 
 
 def count_tokens(
-    vocab: int, rows: Rows, slots: jax.Array, positions: jax.Array, tokens: jax.Array, share: Share = WHOLE
+    vocab: int,
+    rows: Rows,
+    slots: jax.Array,
+    positions: jax.Array,
+    tokens: jax.Array,
+    share: Share = WHOLE,
+    branches: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """How often each token is in the prompt and in the output so far, int32 [V, S] each; 0 for rows without penalty.
 
     ``vocab``: the rows here, V_local where ``share`` has an axis.
     """
-    num_rows, step_len = len(slots), min(HISTORY_STEP, tokens.shape[1])
+    num_rows = len(slots)
+    step_len = min(HISTORY_STEP, tokens.shape[1]) if branches else tokens.shape[1]
     length = jnp.where(rows.has(FLAG_PENALTY), positions, jnp.int32(0))
 
     def count(step: jax.Array, counts: jax.Array) -> jax.Array:
@@ -102,15 +117,24 @@ def count_tokens(
         return counts.at[generated, ids, _row_index(ids)].add(jnp.int32(1), mode="drop")
 
     counts = jnp.zeros((2, vocab, num_rows), jnp.int32)
-    counts = lax.fori_loop(0, (length.max() + (step_len - 1)) // step_len, count, counts)
+    if branches:
+        counts = lax.fori_loop(0, (length.max() + (step_len - 1)) // step_len, count, counts)
+    else:
+        counts = count(jnp.int32(0), counts)
     return counts[0], counts[1]
 
 
 def _penalize(
-    scores: jax.Array, rows: Rows, slots: jax.Array, positions: jax.Array, tokens: jax.Array, share: Share
+    scores: jax.Array,
+    rows: Rows,
+    slots: jax.Array,
+    positions: jax.Array,
+    tokens: jax.Array,
+    share: Share,
+    branches: bool,
 ) -> jax.Array:
     """Repetition (Keskar et al., 2019: prompt and output), then frequency and presence (OpenAI: output only)."""
-    in_prompt, in_output = count_tokens(scores.shape[0], rows, slots, positions, tokens, share)
+    in_prompt, in_output = count_tokens(scores.shape[0], rows, slots, positions, tokens, share, branches)
     repetition = rows.repetition_penalty[None, :]
     seen = ((in_prompt + in_output) > 0) & (repetition != 1.0)
     changed = jnp.where(seen, jnp.where(scores > 0, scores / repetition, scores * repetition), scores)

@@ -68,6 +68,7 @@ def _choose(
     level: int,
     num_candidates: int,
     share: Share,
+    branches: bool,
 ) -> jax.Array:
     """Token ids [S] from the processed logits ``scores`` [V, S]."""
     chunked = to_chunks(scores, CHUNK)
@@ -79,7 +80,7 @@ def _choose(
         best = jnp.where(nothing, jnp.float32(0), best)
     threshold = rows.min_p_gap  # -inf: all
     if level >= FILTERED:
-        threshold = thresholds(scores, best, rows, num_candidates, share)
+        threshold = thresholds(scores, best, rows, num_candidates, share, branches)
     drawn = _draw(chunked, best, rows.inv_temperature, threshold, uniform(rows, positions), share)
     return jnp.where(rows.has(FLAG_RANDOM) & (drawn >= 0), drawn, token)
 
@@ -96,6 +97,7 @@ def sample(
     max_logprobs: int,
     num_candidates: int = NUM_CANDIDATES,
     share: Share = WHOLE,
+    branches: bool = True,
 ) -> SampleOut:
     """Draw one token a row.
 
@@ -108,16 +110,21 @@ def sample(
       state: int32 [slots + 1, state_row_size(V)], rows of ``params.encode_state`` (read at level 3 only).
       level: static; at least ``params.feature_level`` of every row. A higher one draws the same tokens.
       max_logprobs: static; 0 for no log-probabilities, else how many of the most likely tokens come with them.
-      num_candidates: static; how many of the largest logits the filters look at before they bisect.
+      num_candidates: static; how many of the largest logits the filters look at before they bisect. Without branches
+        they look at none.
       share: static; which part of the vocabulary is on this device.
+      branches: static; whether what no row uses is skipped. Not on a GPU: there the host reads a condition of the
+        program, which stalls its dispatch and cuts its command buffer, so all is done for every row.
     """
     assert share.axis is None or logits.shape[0] % CHUNK == 0, logits.shape
     if level == GREEDY:
         _, token_ids = best_token(to_chunks(logits, CHUNK), share)
     else:
         rows = unpack_rows(params)
-        scores = process(logits, rows, slots, positions, tokens, state, share) if level == FULL else logits
-        token_ids = _choose(logits, scores, rows, positions, level, num_candidates, share)
+        scores = logits
+        if level == FULL:
+            scores = process(logits, rows, slots, positions, tokens, state, share, branches)
+        token_ids = _choose(logits, scores, rows, positions, level, num_candidates, share, branches)
     if max_logprobs == 0:
         return SampleOut(token_ids)
     return SampleOut(token_ids, *target_logprobs(logits, token_ids, max_logprobs, share))

@@ -129,11 +129,14 @@ def same(found, wanted, rows=slice(None)):
     return worst
 
 
-def check_samples(vocab, rows, level, max_logprobs, degrees, repeats):
-    """Random steps of one shape on one device and on ``degrees``; the worst error of a log-probability."""
+def check_samples(vocab, rows, level, max_logprobs, degrees, repeats, branches):
+    """Random steps of one shape on one device, with branches, and on ``degrees``; the worst error of a
+    log-probability."""
     static = {"level": level, "max_logprobs": max_logprobs, "num_candidates": CANDIDATES}
     alone = jax.jit(partial(sample, **static))
-    shared = {tp: together(partial(sample, **static, share=Share(ALL, vocab)), tp, 5) for tp in degrees}
+    shared = {
+        tp: together(partial(sample, **static, share=Share(ALL, vocab), branches=branches), tp, 5) for tp in degrees
+    }
     rng = np.random.default_rng([vocab, rows, level])
     worst = 0.0
     for _ in range(repeats):
@@ -197,10 +200,11 @@ def main(cases):
     for case in cases:
         kind, *numbers = case.split(":")
         match kind:
-            case "sample":
+            case "sample" | "branchless":
                 vocab, rows, level, max_logprobs, repeats = map(int, numbers[:5])
                 degrees = [int(tp) for tp in numbers[5].split("+")]
-                print(case, check_samples(vocab, rows, level, max_logprobs, degrees, repeats), flush=True)
+                found = check_samples(vocab, rows, level, max_logprobs, degrees, repeats, kind == "sample")
+                print(case, found, flush=True)
             case "prompt":
                 print(case, check_prompt_logprobs(*map(int, numbers)), flush=True)
             case "program":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from lmjax.models.params import param_specs
 from lmjax.models.registry import spec_from_hf
 from lmjax.runtime import hlo
-from lmjax.runtime.buckets import GPU_SAMPLERS, GREEDY, RANDOM, SampleKey
+from lmjax.runtime.buckets import FILTERED, FULL, GPU_SAMPLERS, GREEDY, SampleKey
 from lmjax.runtime.programs import sample_program
 from tests import deviceless
 from tests.gpu_programs import CONFIGS, CONTEXT, Case, make_shapes, read
@@ -63,20 +64,34 @@ def test_tick_of_a_pipeline(tokens):
     "case", [Case(LARGE, 8, DECODE), Case(LARGE, 4, DECODE, pp=2), Case(MIXTRAL, 8, DECODE)], ids=str
 )
 def test_parameters_and_sampling(case):
-    """A device has its share of the parameters; sampling gathers no vocabulary, and without filters no condition."""
+    """A device has its share of the parameters; sampling gathers no vocabulary, and has no condition and no loop."""
     config = json.loads((CONFIGS / f"{case.model}.json").read_text()) | {"num_hidden_layers": case.layers}
     shapes = make_shapes(case, config)
     total = sum(math.prod(p.shape) for p in jax.tree.leaves(param_specs(spec_from_hf(config, CONTEXT))))
     here = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(shapes.params()))
     assert here == pytest.approx(total / case.devices, rel=0.02)
-    for level, logprobs in GPU_SAMPLERS if case.tp == 8 and case.model == LARGE else [(GREEDY, False)]:
+    every = [*GPU_SAMPLERS, (FILTERED, False)]
+    for level, logprobs in every if case.tp == 8 and case.model == LARGE else [(GREEDY, False)]:
         program = sample_program(shapes, SampleKey(DECODE, level, logprobs))
         done = deviceless.compile(program.function, *program.arguments, devices=case.devices, donate=program.donate)
         found = hlo.launches(hlo.entry(done.text))
         assert found.collective_bytes < 0.1 * DECODE * shapes.spec.vocab * 4
-        assert found.loops == 0 or level > RANDOM
+        assert found.loops == 0, "the host reads a condition"
         if level == GREEDY and not logprobs:
             assert [c.kind for c in found.collectives] == ["all-gather"]
+
+
+@pytest.mark.parametrize(("rows", "level", "most"), [(8, FILTERED, 90), (DECODE, FULL, 115)])
+def test_sampling_on_one_card(rows, level, most):
+    """One CUDA graph, whatever the rows ask for. Of the kernels 64 are the 8 passes of each filter's search."""
+    config = json.loads((CONFIGS / f"{LLAMA}.json").read_text()) | {"num_hidden_layers": 2}
+    program = sample_program(make_shapes(Case(LLAMA, 1, rows), config), SampleKey(rows, level, level == FULL))
+    done = deviceless.compile(
+        program.function, *program.arguments, donate=program.donate, dump_ptx=True, kernel="none of them"
+    )
+    found = hlo.launches(hlo.entry(done.text))
+    assert found.loops == 0 and found.kernels <= most
+    assert re.findall(r"^\d+: (k\w+)", done.thunks, flags=re.MULTILINE) == ["kCommandBuffer"]
 
 
 @pytest.mark.parametrize("tokens", [DECODE, PREFILL])

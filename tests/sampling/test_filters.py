@@ -1,7 +1,10 @@
-"""Thresholds against a float64 sort; the candidates and the bisection against each other."""
+"""Thresholds against a float64 sort; the candidates, the bisection and the form without branches against each other.
+
+``num_candidates`` None: without branches."""
+
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,14 +16,17 @@ from tests.sampling.reference import kept_tokens, make_load
 VOCAB = 700
 
 
-kept_jit = jax.jit(
-    lambda scores, params, num: scores >= thresholds(scores, scores.max(axis=0), unpack_rows(params), num)[None, :],
-    static_argnums=2,
-)
+@functools.partial(jax.jit, static_argnums=2)
+def least(scores, params, num):
+    branches = {"branches": False} if num is None else {"num_candidates": num}
+    return thresholds(scores, scores.max(axis=0), unpack_rows(params), **branches)
 
 
 def kept(logits, loads, num):
-    return np.asarray(kept_jit(jnp.asarray(logits), jnp.asarray(np.stack([encode_params(x) for x in loads])), num))
+    """At 64 rows, the other ones greedy: few shapes to compile."""
+    more = ((0, 0), (0, 64 - len(loads)))
+    params = np.pad(np.stack([encode_params(x) for x in loads]), more[::-1])
+    return logits >= np.asarray(least(np.pad(logits, more), params, num))[: len(loads)]
 
 
 def random_loads(rng, count):
@@ -36,7 +42,7 @@ def random_loads(rng, count):
     ]
 
 
-@pytest.mark.parametrize("num_candidates", [1, 16, 256, 4096])
+@pytest.mark.parametrize("num_candidates", [1, 16, 256, 4096, None])
 @pytest.mark.parametrize("kind", ["normal", "flat", "masked"])
 def test_kept_tokens(kind, num_candidates):
     rng = np.random.default_rng(len(kind))
@@ -56,7 +62,7 @@ def test_kept_tokens(kind, num_candidates):
     assert compared > 55
 
 
-@pytest.mark.parametrize("num_candidates", [2, 8, 256])
+@pytest.mark.parametrize("num_candidates", [2, 8, 256, None])
 def test_ties_of_the_threshold_are_all_kept(num_candidates):
     logits = np.full((VOCAB, 4), -2.0, np.float32)
     logits[[3, 300, 699]] = 5.0
@@ -70,16 +76,18 @@ def test_ties_of_the_threshold_are_all_kept(num_candidates):
 
 def test_top_p_counts_the_mass_after_top_k():
     """Probabilities 0.4, 0.3, 0.2, 0.1: top_k 2 leaves 4/7 and 3/7, and 0.55 of that is the first alone."""
-    logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]] * 2, np.float32)).T
+    logits = np.full((VOCAB, 2), -np.inf, np.float32)
+    logits[:4] = np.log(np.array([0.4, 0.3, 0.2, 0.1]))[:, None]
     loads = [make_load(top_k=2, top_p=0.55), make_load(top_p=0.55)]
-    for num in (1, 2, 4):
+    for num in (1, 16, None):
         assert kept(logits, loads, num).sum(axis=0).tolist() == [1, 2]
 
 
-def test_at_least_one_token_stays():
+@pytest.mark.parametrize("num_candidates", [16, None])
+def test_at_least_one_token_stays(num_candidates):
     logits = np.random.default_rng(0).normal(size=(VOCAB, 3)).astype(np.float32)
     loads = [make_load(top_p=1e-300), make_load(min_p=1.0), make_load(top_k=1, top_p=1e-9, min_p=1.0, temperature=1e6)]
-    got = kept(logits, loads, 16)
+    got = kept(logits, loads, num_candidates)
     np.testing.assert_array_equal(got.argmax(axis=0), logits.argmax(axis=0))
     assert got.sum(axis=0).tolist() == [1, 1, 1]
 

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from lmjax.sampling import sampler
-from lmjax.sampling.params import encode_params, feature_level, state_row_size
+from lmjax.sampling.params import encode_params, encode_state, feature_level, needs_slot_state, state_row_size
+from lmjax.sampling.processors import process
+from lmjax.sampling.rows import unpack_rows
 from tests.sampling.reference import check_draw, kept_tokens, make_load, processed, run, sample_jit
 
 VOCAB = 200  # no multiple of 32 or of the chunk
+process_jit = jax.jit(process, static_argnames="branches")
 
 
 def random_load(rng, slot, max_len=64):
@@ -53,7 +56,7 @@ def test_draws_equal_the_reference(seed):
     rng = np.random.default_rng(seed)
     loads = [random_load(rng, slot) for slot in rng.permutation(32).tolist()]
     logits = random_logits(rng, 32)
-    out = run(logits, loads, num_candidates=16 if seed % 2 else 256)
+    out = run(logits, loads, **({"num_candidates": 16} if seed % 2 else {"branches": seed % 4 > 0}))
     for i, load in enumerate(loads):
         check_draw(logits[:, i], load, int(out.token_ids[i]))
 
@@ -105,23 +108,56 @@ def test_neighbours_rows_and_padding_change_nothing():
     np.testing.assert_array_equal(run(logits, loads, level=3, num_rows=16).token_ids, together)
 
 
-def test_nan_and_inf_stay_in_their_row():
+def test_processors_without_branches_give_the_same_bits():
+    """Of every logit: those of all kinds, of rows with any features and of rows without, alone and side by side."""
+    rng = np.random.default_rng(13)
+    loads = [random_load(rng, slot) for slot in range(24)] + [make_load(slot, [5, 5], 1) for slot in range(24, 32)]
+    plain = [not needs_slot_state(load) for load in loads]
+    logits = random_logits(rng, 32)
+    logits[rng.random(logits.shape) < 0.2] = -np.inf
+    logits[rng.random(logits.shape) < 0.1] = -0.0
+    logits[:, 25] = -np.inf
+    for some in (loads, loads[24:]):
+        first = some[0].slot
+        here = logits[:, first:]
+        skipping, always = (process_bits(here, some, branches) for branches in (True, False))
+        np.testing.assert_array_equal(always, skipping)
+        unused = np.flatnonzero(plain[first:])
+        assert len(unused) >= 8
+        np.testing.assert_array_equal(always[:, unused], here.view(np.int32)[:, unused])
+
+
+def process_bits(logits, loads, branches):
+    rows = unpack_rows(jnp.asarray(np.stack([encode_params(load) for load in loads])))
+    tokens = np.full((len(loads), 64), 7, np.int32)
+    for line, load in zip(tokens, loads, strict=True):
+        line[: len(load.history)] = load.history
+    state = np.stack([encode_state(load, VOCAB) for load in loads])
+    positions = jnp.asarray([len(load.history) for load in loads], jnp.int32)
+    slots = jnp.arange(len(loads), dtype=jnp.int32)
+    out = process_jit(jnp.asarray(logits), rows, slots, positions, tokens, state, branches=branches)
+    return np.asarray(out).view(np.int32)
+
+
+@pytest.mark.parametrize("branches", [True, False])
+def test_nan_and_inf_stay_in_their_row(branches):
     rng = np.random.default_rng(12)
     logits = random_logits(rng, 6)
     loads = [make_load(slot, [1], seed=slot, top_p=0.9, presence_penalty=0.1) for slot in range(6)]
-    clean = run(logits, loads).token_ids
+    clean = run(logits, loads, branches=branches).token_ids
     logits[:, 1] = np.nan
     logits[9, 2] = np.inf
     logits[:, 4] = -np.inf
-    broken = run(logits, loads).token_ids
+    broken = run(logits, loads, branches=branches).token_ids
     np.testing.assert_array_equal(broken[[0, 3, 5]], clean[[0, 3, 5]])
     assert ((broken >= 0) & (broken < VOCAB)).all() and broken[2] == 9
 
 
-def test_everything_masked_gives_the_models_best_token():
+@pytest.mark.parametrize("branches", [True, False])
+def test_everything_masked_gives_the_models_best_token(branches):
     logits = random_logits(np.random.default_rng(3), 2)
     loads = [make_load(0, [1], allowed_token_ids=[4], bad=[[4]]), make_load(1, [1], temperature=0.0, min_tokens=1)]
-    assert run(logits, loads).token_ids.tolist() == logits.argmax(axis=0).tolist()
+    assert run(logits, loads, branches=branches).token_ids.tolist() == logits.argmax(axis=0).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-12, 1e-3])
@@ -213,8 +249,8 @@ def test_the_ends_of_the_unit_interval_draw_tokens_with_weight():
     assert draw.tolist() == [200, 200]
 
 
-@pytest.mark.parametrize("vocab", [1, 31, 640])
-def test_small_and_odd_vocabularies(vocab):
+@pytest.mark.parametrize(("vocab", "branches"), [(1, True), (31, True), (640, True), (31, False)])
+def test_small_and_odd_vocabularies(vocab, branches):
     rng = np.random.default_rng(vocab)
     logits = random_logits(rng, 6, vocab)
     params = [
@@ -226,7 +262,7 @@ def test_small_and_odd_vocabularies(vocab):
         {"min_p": 0.1},
     ]
     loads = [make_load(slot, [0], seed=slot, **p) for slot, p in enumerate(params)]
-    out = run(logits, loads)
+    out = run(logits, loads, branches=branches)
     for i, load in enumerate(loads):
         check_draw(logits[:, i], load, int(out.token_ids[i]))
 
