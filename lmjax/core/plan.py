@@ -121,6 +121,7 @@ class PromptLogprobs:
     handle: int
     first: int
     rows: np.ndarray  # int32 [n, row_width(max_logprobs)]
+    entropies: np.ndarray | None = None  # float32 [n], in nats, of the distributions that they are of; None: not known
 
 
 @dataclass(slots=True)
@@ -173,6 +174,7 @@ class ExecutorInfo:
     token_buckets: tuple[int, ...]  # ascending; a step has at most token_buckets[-1] tokens
     stages: int = 1  # of a pipeline: so many steps are under way, and each is read so many submits later
     host: HostTierInfo | None = None  # None: there is no host tier
+    logprobs_mode: str = "raw_logprobs"
 
     def __post_init__(self) -> None:
         assert len(self.kv_specs) == len(self.num_blocks)

@@ -121,9 +121,7 @@ def dense_attention(
     return out.reshape(rows, -1, a.heads, dim)[:, :length].reshape(total, a.heads, dim)
 
 
-def _moe(
-    router: jax.Array, gate_up: Dense, down: Dense, x: jax.Array, num_tokens: jax.Array, **how: Any
-) -> jax.Array:
+def _moe(router: jax.Array, gate_up: Dense, down: Dense, x: jax.Array, num_tokens: jax.Array, **how: Any) -> jax.Array:
     """In place of ``nn.moe.moe_mlp``, with all experts on this device."""
     if not isinstance(how.pop("first"), int):
         raise NotImplementedError("experts that are spread over devices cannot be differentiated")

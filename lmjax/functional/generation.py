@@ -196,9 +196,7 @@ def _tables(cache: Cache) -> jax.Array:
     return jnp.broadcast_to(cache.tables, (len(cache.pools), *cache.tables.shape))
 
 
-def _forward(
-    params: DecoderParams, spec: DecoderSpec, cache: Cache, batch: Batch, env: Env
-) -> tuple[jax.Array, Cache]:
+def _forward(params: DecoderParams, spec: DecoderSpec, cache: Cache, batch: Batch, env: Env) -> tuple[jax.Array, Cache]:
     hidden, pools = decoder.forward(params, spec, cache.pools, batch, env)
     logits = decoder.logits(params, spec, hidden[:, batch.logit_tokens], env)
     return logits if env.vocab_axis else logits[: spec.vocab], cache.replace(pools=pools)

@@ -76,9 +76,7 @@ def draw(
     params = params.at[:, _SEED_HIGH].set(halves[:, 0]).at[:, _SEED_LOW].set(halves[:, 1])
     params = params.at[:, _INDEX].set(zeros if sample_index is None else sample_index.astype(jnp.int32))
     nothing = jnp.zeros((1, 1), jnp.int32)  # token table and state rows: only level 3 reads them
-    out = draw_tokens(
-        logits, params, zeros, positions, nothing, nothing, level=rule.level, max_logprobs=0, share=share
-    )
+    out = draw_tokens(logits, params, zeros, positions, nothing, nothing, level=rule.level, max_logprobs=0, share=share)
     return Sampled(out.token_ids, target_logprobs(logits, out.token_ids, 0, share).logprobs)
 
 

@@ -17,7 +17,11 @@ SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax
 
 
 def make_sample(
-    key: SampleKey, max_logprobs: int, vocab: int, axis: str | tuple[str, ...] | None = None
+    key: SampleKey,
+    max_logprobs: int,
+    vocab: int,
+    axis: str | tuple[str, ...] | None = None,
+    processed_logprobs: bool = False,
 ) -> SampleProgram:
     """``(logits [V, S], tokens, sampling state, packed) -> (tokens, result)``; donate tokens.
 
@@ -43,6 +47,7 @@ def make_sample(
             # 0 means none to the sampler; a request may want its token's own log-probability where no more is allowed
             max_logprobs=max(max_logprobs, 1) if key.logprobs else 0,
             share=Share(axis, vocab),
+            processed_logprobs=processed_logprobs,
         )
         tokens = tokens.at[slots, positions].set(out.token_ids, mode="promise_in_bounds")
         result = out.token_ids[:, None]

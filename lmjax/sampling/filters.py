@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lmjax.sampling.chunks import CHUNK, to_chunks, top_values, total
+from lmjax.sampling.logprobs import processed
 from lmjax.sampling.rows import Rows
 from lmjax.sampling.share import WHOLE, Share
 
@@ -99,6 +100,12 @@ def _top_p(
         return jnp.where(beyond, _largest(enough, best), exact)
 
     return jnp.where(used, lax.cond(beyond.any(), bisect, lambda: exact), -jnp.inf)
+
+
+def filtered(logits: jax.Array, rows: Rows, share: Share = WHOLE) -> jax.Array:
+    """[V, S] -> [V, S]: after temperature, min-p, top-k and top-p alone, -inf for what they leave out."""
+    best = share.max(logits.max(axis=0))
+    return processed(logits, best, thresholds(logits, best, rows, share=share), rows.inv_temperature)
 
 
 def thresholds(

@@ -1,4 +1,4 @@
-"""Raw log-probabilities: the log-softmax of the model's untouched logits."""
+"""Log-probabilities: the log-softmax of the model's untouched logits (raw), or of those that are drawn from."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def target_logprobs(logits: jax.Array, targets: jax.Array, k: int, share: Share 
         top_ids=jnp.pad(ids, surplus, constant_values=-1),
         top_logprobs=jnp.pad(values - log_total[:, None], surplus, constant_values=-jnp.inf),
     )
+
+
+def processed(scores: jax.Array, best: jax.Array, threshold: jax.Array, inv_temperature: jax.Array) -> jax.Array:
+    """The logits of what is drawn from, -inf for what cannot be: ``scores`` [V, n] after bias, penalties and masks,
+    ``best`` [n] their maxima, ``threshold`` [n] the smallest that may be drawn."""
+    kept = scores >= threshold[None, :]
+    return jnp.where(kept, (scores - best[None, :]) * inv_temperature[None, :], -jnp.inf)
 
 
 def entropies(logits: jax.Array, share: Share = WHOLE) -> jax.Array:

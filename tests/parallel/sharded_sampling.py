@@ -129,9 +129,10 @@ def same(found, wanted, rows=slice(None)):
     return worst
 
 
-def check_samples(vocab, rows, level, max_logprobs, degrees, repeats):
+def check_samples(vocab, rows, level, max_logprobs, degrees, repeats, processed):
     """Random steps of one shape on one device and on ``degrees``; the worst error of a log-probability."""
     static = {"level": level, "max_logprobs": max_logprobs, "num_candidates": CANDIDATES}
+    static["processed_logprobs"] = processed
     alone = jax.jit(partial(sample, **static))
     shared = {tp: together(partial(sample, **static, share=Share(ALL, vocab)), tp, 5) for tp in degrees}
     rng = np.random.default_rng([vocab, rows, level])
@@ -164,13 +165,18 @@ def check_prompt_logprobs(vocab, tp, k):
 
     def unpacked(rows):
         rows = np.asarray(rows)
+        entropies.append(rows[:, -1].copy().view(np.float32))
+        rows = np.ascontiguousarray(rows[:, :-1])
         floats = rows[:, 3:].view(np.float32)[:, 1::2] if k else np.zeros((len(rows), 0), np.float32)
         return Logprobs(rows[:, 1].view(np.float32), rows[:, 2], rows[:, 3::2], floats)
 
+    entropies: list[np.ndarray] = []
     wanted = jax.jit(partial(prompt_rows, k=k, share=WHOLE))(logits, targets, span)
     shared = together(partial(prompt_rows, k=k, share=Share(ALL, vocab)), tp, 2)
     clean = ~np.isnan(logits).any(axis=0)
-    return same(unpacked(shared(spread_logits(logits, tp), targets, span)), unpacked(wanted), clean)
+    worst = same(unpacked(shared(spread_logits(logits, tp), targets, span)), unpacked(wanted), clean)
+    np.testing.assert_allclose(entropies[0][clean], entropies[1][clean], rtol=1e-5, atol=1e-5)
+    return worst
 
 
 def program_text(tp, vocab, rows, level):
@@ -197,10 +203,11 @@ def main(cases):
     for case in cases:
         kind, *numbers = case.split(":")
         match kind:
-            case "sample":
+            case "sample" | "processed":
                 vocab, rows, level, max_logprobs, repeats = map(int, numbers[:5])
                 degrees = [int(tp) for tp in numbers[5].split("+")]
-                print(case, check_samples(vocab, rows, level, max_logprobs, degrees, repeats), flush=True)
+                processed = kind == "processed"
+                print(case, check_samples(vocab, rows, level, max_logprobs, degrees, repeats, processed), flush=True)
             case "prompt":
                 print(case, check_prompt_logprobs(*map(int, numbers)), flush=True)
             case "program":
