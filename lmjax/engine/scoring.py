@@ -47,8 +47,14 @@ class ScoreSink:
 
     def scores(self, entropy: bool) -> TokenScores:
         columns = unpack_rows(self._rows)
-        fields = (columns.logprobs, columns.ranks, columns.top_ids, columns.top_logprobs)
-        return TokenScores(*map(np.ascontiguousarray, fields), self._entropies if entropy else None)
+        copy = np.ascontiguousarray
+        return TokenScores(
+            copy(columns.logprobs),
+            copy(columns.ranks),
+            copy(columns.top_ids),
+            copy(columns.top_logprobs),
+            self._entropies if entropy else None,
+        )
 
 
 def score_requests(
@@ -89,7 +95,8 @@ def _request(ids: np.ndarray, top_k: int, how: dict[str, Any], info: EngineInfo)
     # one token has to be drawn: it ends the request
     params = SamplingParams(max_tokens=1, prompt_logprobs=top_k, ignore_eos=True, **how)
     ids = np.ascontiguousarray(ids, "<i4")
-    return Checked(ids[:-1], params, (), None, ScoreSink(ids, top_k))
+    prompt: Any = ids[:-1]  # of many sequences no lists are made
+    return Checked(prompt, params, (), None, ScoreSink(ids, top_k))
 
 
 def token_arrays(token_ids: Any) -> tuple[list[np.ndarray], bool]:

@@ -16,7 +16,7 @@ from lmjax.types import ParameterError, SamplingParams
 class Checked(NamedTuple):
     """A request that can run: ``params.max_tokens`` is set and nothing is left to truncate."""
 
-    prompt: Sequence[int]
+    prompt: list[int]
     params: SamplingParams
     stop_ids: tuple[int, ...]  # ends of sequence (unless ignored) and stop_token_ids, each once
     bad_words_ids: list[list[int]] | None
@@ -69,7 +69,7 @@ def check_filters(name: str, params: SamplingParams) -> None:
         )
 
 
-def check_prompt(prompt: Sequence[int], info: EngineInfo, field: str = "prompt") -> None:
+def check_prompt(prompt: Sequence[int] | np.ndarray, info: EngineInfo, field: str = "prompt") -> None:
     if len(prompt) == 0:
         raise ParameterError(field, "is empty, must have at least one token")
     try:

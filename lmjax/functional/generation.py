@@ -199,4 +199,4 @@ def _tables(cache: Cache) -> jax.Array:
 def _forward(params: DecoderParams, spec: DecoderSpec, cache: Cache, batch: Batch, env: Env) -> tuple[jax.Array, Cache]:
     hidden, pools = decoder.forward(params, spec, cache.pools, batch, env)
     logits = decoder.logits(params, spec, hidden[:, batch.logit_tokens], env)
-    return logits if env.vocab_axis else logits[: spec.vocab], cache.replace(pools=pools)
+    return logits if env.vocab_axis else logits[: spec.vocab], Cache(pools, cache.tables)

@@ -175,7 +175,7 @@ def test_the_entropy_of_a_filtered_distribution():
 def test_what_needs_the_history_is_refused_for_given_tokens():
     llm = small_llm("processed_logprobs")
     params = SamplingParams(presence_penalty=0.5, logit_bias={3: 1.0}, prompt_logprobs=0, max_tokens=2)
-    with pytest.raises(ParameterError, match="prompt_logprobs: .* presence_penalty, logit_bias cannot be applied"):
+    with pytest.raises(ParameterError, match=r"prompt_logprobs: .* presence_penalty, logit_bias cannot be applied"):
         llm.generate([[1, 2, 3]], params, use_tqdm=False)
-    with pytest.raises(ParameterError, match="sampling_params: .* min_tokens cannot be applied"):
+    with pytest.raises(ParameterError, match=r"sampling_params: .* min_tokens cannot be applied"):
         llm.logprobs([1, 2, 3], sampling_params=SamplingParams(min_tokens=2))

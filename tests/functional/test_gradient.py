@@ -61,11 +61,10 @@ def test_gradients_of_experts_follow_the_values(name):
     """Against central differences of the serving forward itself, along random directions."""
     spec, params, tokens, weights = arguments(name, rows=2)
 
-    @compiled
-    def loss(params):
+    def total(params):
         return (functional.logprobs(params, tokens, spec=spec) * weights).sum()
 
-    gradient = compiled(jax.grad(loss))(params)
+    loss, gradient = compiled(total), compiled(jax.grad(total))(params)
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(2)
     for _ in range(3):
@@ -87,7 +86,9 @@ def test_remat_padding_vmap_and_entropy_agree():
     padded = compiled(jax.value_and_grad(lambda p: loss(p, tokens, lengths=lengths), has_aux=True))
     (_, found), gradient = padded(params)
     assert (np.asarray(found)[~inside] == 0).all() and (np.asarray(found)[inside] < 0).all()
-    other = jnp.where(jnp.arange(LENGTH) < lengths[:, None], tokens, 95 - tokens)  # what lies behind must not matter
+    other = jnp.where(
+        jnp.arange(LENGTH)[None, :] < lengths[:, None], tokens, 95 - tokens
+    )  # what lies behind must not matter
     remat = compiled(jax.value_and_grad(lambda p: loss(p, other, lengths=lengths, remat=True), has_aux=True))
     (_, again), same = remat(params)
     np.testing.assert_allclose(again, found, atol=1e-6)

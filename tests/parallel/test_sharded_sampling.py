@@ -15,7 +15,8 @@ from lmjax.parallel import split
 from lmjax.sampling.chunks import CHUNK
 from tests.parallel.sharded_forward import COMMON, LLAMA
 
-# sample (raw log-probabilities) or processed:vocab:rows:level:max_logprobs:steps:degrees, prompt:vocab:degree:k. With 1,000 tokens on 8 devices the last
+# sample (raw log-probabilities) or processed:vocab:rows:level:max_logprobs:steps:degrees, prompt:vocab:degree:k. With
+# 1,000 tokens on 8 devices the last
 # share has 104 of 128 rows, with 300 most have none.
 CASES = [
     "sample:1000:5:3:20:12:8",
