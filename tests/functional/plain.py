@@ -29,7 +29,10 @@ class Attention(nn.Module):
         c = self.config
         heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
         dim = c.get("head_dim") or c["hidden_size"] // heads
-        qkv_bias, o_bias = c["model_type"] == "qwen2" or c.get("attention_bias", False), c.get("attention_bias", False)
+        qkv_bias, o_bias = (
+            c["model_type"].startswith("qwen2") or c.get("attention_bias", False),
+            c.get("attention_bias", False),
+        )
         split = (*x.shape[:2], -1, dim)
         q = nn.Dense(heads * dim, use_bias=qkv_bias, name="q_proj")(x).reshape(split)
         k = nn.Dense(kv_heads * dim, use_bias=qkv_bias, name="k_proj")(x).reshape(split)
@@ -48,14 +51,42 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
+    ffn: int
+    out: int
+    bias: bool = False
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate = nn.Dense(self.ffn, use_bias=self.bias, name=self.names[0])(x)
+        up = nn.Dense(self.ffn, use_bias=self.bias, name=self.names[1])(x)
+        return nn.Dense(self.out, use_bias=self.bias, name=self.names[2])(nn.silu(gate) * up)
+
+
+class Experts(nn.Module):
+    """Mixtral and Qwen2-MoE, each expert over all tokens."""
+
     config: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c, bias = self.config, self.config.get("mlp_bias", False)
-        gate = nn.Dense(c["intermediate_size"], use_bias=bias, name="gate_proj")(x)
-        up = nn.Dense(c["intermediate_size"], use_bias=bias, name="up_proj")(x)
-        return nn.Dense(c["hidden_size"], use_bias=bias, name="down_proj")(nn.silu(gate) * up)
+        c, hidden = self.config, self.config["hidden_size"]
+        count, ffn, names, normalise = c.get("num_local_experts"), c["intermediate_size"], ("w1", "w3", "w2"), True
+        if count is None:
+            count, ffn, names = c["num_experts"], c["moe_intermediate_size"], Mlp.names
+            normalise = c["norm_topk_prob"]
+        p = nn.softmax(nn.Dense(count, use_bias=False, name="gate")(x))
+        best, ids = jax.lax.top_k(p, c["num_experts_per_tok"])
+        if normalise:
+            best = best / best.sum(-1, keepdims=True)
+        y = jnp.zeros_like(x)
+        for e in range(count):
+            share = jnp.where(ids == e, best, 0.0).sum(-1, keepdims=True)
+            y = y + share * Mlp(ffn, hidden, names=names, name=f"experts.{e}")(x)
+        if shared := c.get("shared_expert_intermediate_size"):
+            share = nn.sigmoid(nn.Dense(1, use_bias=False, name="shared_expert_gate")(x))
+            y = y + share * Mlp(shared, hidden, name="shared_expert")(x)
+        return y
 
 
 class Decoder(nn.Module):
@@ -72,10 +103,18 @@ class Decoder(nn.Module):
             h = nn.RMSNorm(epsilon=c["rms_norm_eps"], name=f"layers_{i}.input_layernorm")(x)
             x = x + Attention(c, window, name=f"layers_{i}.self_attn")(h)
             h = nn.RMSNorm(epsilon=c["rms_norm_eps"], name=f"layers_{i}.post_attention_layernorm")(x)
-            x = x + Mlp(c, name=f"layers_{i}.mlp")(h)
+            x = x + self.mlp(i)(h)
         x = nn.RMSNorm(epsilon=c["rms_norm_eps"], name="norm")(x)
         tied = c["tie_word_embeddings"]
         return embed.attend(x) if tied else nn.Dense(c["vocab_size"], use_bias=False, name="lm_head")(x)
+
+    def mlp(self, i: int) -> nn.Module:
+        c, name = self.config, f"layers_{i}.mlp"
+        if c["model_type"] == "mixtral":
+            return Experts(c, name=f"layers_{i}.block_sparse_moe")
+        if c["model_type"].endswith("_moe") and i not in c.get("mlp_only_layers", []):
+            return Experts(c, name=name)
+        return Mlp(c["intermediate_size"], c["hidden_size"], c.get("mlp_bias", False), name=name)
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -97,6 +136,9 @@ def _path(name: str) -> tuple[list[str], bool]:
     parts = name.removeprefix("model.").split(".")
     if parts[0] == "layers":
         parts = [f"layers_{parts[1]}.{parts[2]}", *parts[3:]]
+    if "experts" in parts:
+        at = parts.index("experts")
+        parts[at : at + 2] = [".".join(parts[at : at + 2])]
     *modules, kind = parts
     norm = "norm" in modules[-1]
     leaf = {"bias": "bias", "weight": "scale" if norm else "embedding" if modules[-1] == "embed_tokens" else "kernel"}

@@ -35,7 +35,9 @@ def assert_close(found, wanted, most=1e-5):
         assert np.linalg.norm(got - want) <= most * np.linalg.norm(want), name
 
 
-@pytest.mark.parametrize("name", ["llama_tied_gqa3", "llama_mha_bias", "qwen2_window", "qwen3_window"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied_gqa3", "llama_mha_bias", "qwen2_window", "qwen3_window", "mixtral", "qwen2_moe"]
+)
 def test_values_and_gradients_equal_plain_flax(name):
     spec, params, tokens, weights = arguments(name)
     config, tensors = tiny.CASES[name].config, tiny.tensors(name)
@@ -54,24 +56,6 @@ def test_values_and_gradients_equal_plain_flax(name):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     # the engine's layout is a reordering of the checkpoint's numbers, so a gradient is reordered in the same way
     assert_close(ours, params_from(plain.from_linen(gradient, list(tensors)), spec, "float32"))
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
-def test_gradients_of_experts_follow_the_values(name):
-    """Against central differences of the serving forward itself, along random directions."""
-    spec, params, tokens, weights = arguments(name, rows=2)
-
-    def total(params):
-        return (functional.logprobs(params, tokens, spec=spec) * weights).sum()
-
-    loss, gradient = compiled(total), compiled(jax.grad(total))(params)
-    leaves, tree = jax.tree.flatten(params)
-    rng = np.random.default_rng(2)
-    for _ in range(3):
-        step = [jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) * 2e-4 for leaf in leaves]
-        ends = [loss(tree.unflatten([a + sign * b for a, b in zip(leaves, step, strict=True)])) for sign in (1, -1)]
-        slope = sum(float(jnp.vdot(a, b)) for a, b in zip(jax.tree.leaves(gradient), step, strict=True))
-        assert float(ends[0] - ends[1]) / 2 == pytest.approx(slope, rel=0.02, abs=2e-3)
 
 
 def test_remat_padding_vmap_and_entropy_agree():
