@@ -28,7 +28,7 @@ class Finished(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """Of the prompt tokens at positions ``first`` .. ``first + n - 1``. Entropies only go to who scores tokens."""
+    """Of the prompt tokens at positions ``first`` .. ``first + n - 1``. Entropies come if they are wanted."""
 
     handle: int
     first: int

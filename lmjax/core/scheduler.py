@@ -105,6 +105,7 @@ class Scheduler:
                 history=new.prompt,
                 num_targets=0 if i == 0 and params.prompt_logprobs is not None else -1,
                 after=new.after,
+                entropy=new.entropy,
             )
             for i in range(params.n)
         ]
@@ -239,6 +240,7 @@ class Scheduler:
             samples=samples,
             token_ids=token_ids,
             target_ids=target_ids,
+            entropy=target_ids is not None and any(row.request.entropy for row in rows),
             patches=patches,
             slot_loads=state.slot_loads,
             copies=self.prefill.copies if rows else [],

@@ -25,6 +25,7 @@ def new_request(message: AddRequest) -> NewRequest:
         cache_salt=message.cache_salt,
         arrival=message.arrival,
         after=message.after,
+        entropy=message.entropy,
     )
 
 

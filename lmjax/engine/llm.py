@@ -160,7 +160,7 @@ class LLM:
         """
         sequences, one = token_arrays(token_ids)
         check_priority(priority, self._config.scheduling_policy)
-        asked = score_requests(sequences, top_k, sampling_params, self.info)
+        asked = score_requests(sequences, top_k, entropy, sampling_params, self.info)
         wanted = [checked for checked in asked if checked is not None]
         with (
             _progress_bar(len(wanted), use_tqdm) as bar,
@@ -168,8 +168,10 @@ class LLM:
         ):
             for _, update in updates:
                 bar(update)
-        sinks = [ScoreSink(ids, top_k) if c is None else c.sink for ids, c in zip(sequences, asked, strict=True)]
-        found = [sink.scores(entropy) for sink in sinks]
+        sinks = [
+            ScoreSink(ids, top_k, entropy) if c is None else c.sink for ids, c in zip(sequences, asked, strict=True)
+        ]
+        found = [sink.scores() for sink in sinks]
         return found[0] if one else found
 
     def stats(self) -> EngineStats:
@@ -261,6 +263,7 @@ class LLM:
                     priority=priority,
                     arrival=now,
                     after=-1 if checked.sink is None else checked.sink.after,
+                    entropy=checked.sink is not None and checked.sink.entropy,
                 )
             )
             if state.pending is not None:

@@ -32,8 +32,9 @@ class TokenScores:
 class ScoreSink:
     """Where a request's rows are put as they come: in any order, and again after a preemption."""
 
-    def __init__(self, token_ids: np.ndarray, top_k: int):
+    def __init__(self, token_ids: np.ndarray, top_k: int, entropy: bool):
         count = len(token_ids) - 1
+        self.entropy = entropy
         self.after = int(token_ids[-1])  # the last token is no part of the prompt, so a whole context can be scored
         self._rows = np.zeros((count, row_width(top_k)), np.int32)
         self._entropies = np.full(count, np.nan, np.float32)
@@ -42,10 +43,10 @@ class ScoreSink:
         rows = np.frombuffer(found.rows, "<i4").reshape(-1, found.width)
         first, end = found.first - 1, found.first - 1 + len(rows)
         self._rows[first:end] = rows
-        if found.entropies:
+        if self.entropy:
             self._entropies[first:end] = np.frombuffer(found.entropies, "<f4")
 
-    def scores(self, entropy: bool) -> TokenScores:
+    def scores(self) -> TokenScores:
         columns = unpack_rows(self._rows)
         copy = np.ascontiguousarray
         return TokenScores(
@@ -53,12 +54,12 @@ class ScoreSink:
             copy(columns.ranks),
             copy(columns.top_ids),
             copy(columns.top_logprobs),
-            self._entropies if entropy else None,
+            self._entropies if self.entropy else None,
         )
 
 
 def score_requests(
-    sequences: Sequence[np.ndarray], top_k: int, params: SamplingParams | None, info: EngineInfo
+    sequences: Sequence[np.ndarray], top_k: int, entropy: bool, params: SamplingParams | None, info: EngineInfo
 ) -> list[Checked | None]:
     """A request for each sequence; None for one of a single token, which has nothing to score.
 
@@ -69,7 +70,7 @@ def score_requests(
             "top_k", f"got {top_k!r}, must be an integer from 0 to {info.max_logprobs} (--max-logprobs)"
         )
     how = _how_to_score(params, info)
-    return [_request(ids, top_k, how, info) for ids in sequences]
+    return [_request(ids, top_k, entropy, how, info) for ids in sequences]
 
 
 def _how_to_score(params: SamplingParams | None, info: EngineInfo) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def _how_to_score(params: SamplingParams | None, info: EngineInfo) -> dict[str, 
     return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-def _request(ids: np.ndarray, top_k: int, how: dict[str, Any], info: EngineInfo) -> Checked | None:
+def _request(ids: np.ndarray, top_k: int, entropy: bool, how: dict[str, Any], info: EngineInfo) -> Checked | None:
     check_prompt(ids, info, "token_ids")
     limit = min(info.max_model_len, info.num_kv_blocks * info.block_size + 1)
     if len(ids) > limit:
@@ -96,7 +97,7 @@ def _request(ids: np.ndarray, top_k: int, how: dict[str, Any], info: EngineInfo)
     params = SamplingParams(max_tokens=1, prompt_logprobs=top_k, ignore_eos=True, **how)
     ids = np.ascontiguousarray(ids, "<i4")
     prompt: Any = ids[:-1]  # of many sequences no lists are made
-    return Checked(prompt, params, (), None, ScoreSink(ids, top_k))
+    return Checked(prompt, params, (), None, ScoreSink(ids, top_k, entropy))
 
 
 def token_arrays(token_ids: Any) -> tuple[list[np.ndarray], bool]:

@@ -101,7 +101,7 @@ def prompt_logprobs(
     share: Share,
 ) -> jax.Array:
     """hidden [D, T] of the step with these ``parts`` -> token rows [T, 3 + 2 k] and, as one more column, the bits of
-    the entropy, of the tokens that want it.
+    the entropy (0 where the step wants none), of the tokens that want it.
 
     ``head``: columns of hidden -> logits, of ``share``. Where the parts have ``params`` (of the rows), temperature and
     filters are applied.
@@ -109,6 +109,7 @@ def prompt_logprobs(
     targets, span = parts["target_ids"], parts["header"][3:]
     num_tokens = hidden.shape[1]
     size = min(PROMPT_LOGPROB_ROWS, num_tokens)
+    wanted_entropy = parts["entropy"][0] != 0
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(span[0] + i * jnp.int32(size), jnp.int32(num_tokens - size))
@@ -119,7 +120,8 @@ def prompt_logprobs(
             rows = lax.dynamic_slice_in_dim(parts["token_rows"], start, size)
             logits = filtered(logits, unpack_rows(parts["params"][rows]), share)
         packed = pack_logprobs(wanted, target_logprobs(logits, wanted, max_logprobs, share))
-        entropy = lax.bitcast_convert_type(entropies(logits, share), jnp.int32)
+        entropy = lax.cond(wanted_entropy, lambda: entropies(logits, share), lambda: jnp.zeros(size, jnp.float32))
+        entropy = lax.bitcast_convert_type(entropy, jnp.int32)
         packed = jnp.concatenate([packed, entropy[:, None]], axis=1)
         return lax.dynamic_update_slice_in_dim(out, packed, start, axis=0)
 

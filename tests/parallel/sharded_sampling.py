@@ -152,7 +152,7 @@ def check_samples(vocab, rows, level, max_logprobs, degrees, repeats, processed)
 def prompt_rows(logits, targets, span, k, share):
     """The forward program's loop over the tokens of prompts; a "hidden state" is the number of its column."""
     hidden = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-    parts = {"target_ids": targets, "header": jnp.pad(span, (3, 0))}
+    parts = {"target_ids": targets, "header": jnp.pad(span, (3, 0)), "entropy": jnp.ones(1, jnp.int32)}
     return prompt_logprobs(lambda columns: logits[:, columns[0]], hidden, parts, k, share)
 
 
