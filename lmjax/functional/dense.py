@@ -140,7 +140,7 @@ def _mix_forward(how: Any, *arguments: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def _mix_backward(how: Any, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    named = {name: value for name, value in how if name != "target"}
+    named = {name: value for name, value in how if name in ("top_k", "normalise", "activation")}
     _, pull = jax.vjp(partial(dense_moe, **named), *saved)
     return (*pull(cotangent.astype(jnp.float32)), None)
 
