@@ -87,6 +87,11 @@ class EngineConfig:
     bundle: str | None = _opt(None, "directory of executables to start from (made by lmjax compile)")
     require_warm: bool = _opt(False, "refuse to compile anything after the engine is ready")
     max_logprobs: int = _opt(20, "most log-probabilities a request may ask for")
+    logprobs_mode: str = _opt(
+        "raw_logprobs",
+        "log-probabilities of the model's own distribution, or of the one drawn from (after temperature, filters, ...)",
+        ("raw_logprobs", "processed_logprobs"),
+    )
 
     @property
     def num_devices(self) -> int:

@@ -27,6 +27,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...] = ()
     # the model's own sampling defaults (generation_config.json), names as in SamplingParams
     default_sampling: dict[str, Any] = field(default_factory=dict)
+    logprobs_mode: str = "raw_logprobs"  # or processed_logprobs
 
 
 @dataclass(slots=True)

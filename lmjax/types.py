@@ -55,7 +55,8 @@ def _is_number(value: Any) -> bool:
 class SamplingParams:
     """How one request samples. Every field is applied; a wrong value raises ``ParameterError`` at construction.
 
-    Log-probabilities are raw (of the model's own distribution, before temperature, bias, penalties and filters).
+    Log-probabilities are raw (of the model's own distribution, before temperature, bias, penalties and filters), or
+    with ``--logprobs-mode processed_logprobs`` of the distribution that is drawn from.
     ``logprobs=k`` asks for the chosen token and the ``k`` most likely ones; ``None`` for none.
     ``seed=None``: one is drawn when the request is admitted and kept, so preemption never changes the answer.
     ``bad_words``: strings; tokenized by the engine's front (``bad_words_ids`` carries the result to the engine).

@@ -36,6 +36,12 @@ LAYERS: list[tuple[str, set[str], set[str]]] = [
         | {"lmjax.core.plan", "lmjax.parallel", "lmjax.cluster", "pallas_kernels"},
         NUMERIC | {"tqdm", "msgspec"},
     ),
+    (
+        "lmjax/functional",
+        {"lmjax.functional", "lmjax.runtime", "lmjax.models", "lmjax.nn", "lmjax.sampling", "lmjax.types"}
+        | {"lmjax.core.plan", "lmjax.parallel", "pallas_kernels"},
+        NUMERIC,
+    ),
     ("lmjax/text", {"lmjax.text", "lmjax.types"}, {"transformers", "tokenizers", "jinja2", "numpy", "gguf"}),
     (
         "lmjax/engine",

@@ -28,12 +28,13 @@ class Finished(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """Of the prompt tokens at positions ``first`` .. ``first + n - 1``."""
+    """Of the prompt tokens at positions ``first`` .. ``first + n - 1``. Entropies come if they are wanted."""
 
     handle: int
     first: int
     width: int
     rows: bytes  # int32 [n, width], token rows (see core.plan.row_width); a memoryview until it was sent
+    entropies: bytes = b""  # float32 [n]
 
 
 class StepOutput(NamedTuple):

@@ -57,6 +57,7 @@ class StepPlan:
     # prompt log-probability there. None: no row in this step wants any.
     target_ids: np.ndarray | None
     patches: np.ndarray  # int32 [M, 4]  (group, slot, column, block id), to apply before the forward; no place twice
+    entropy: bool = False  # some of those rows want entropies, too
     slot_loads: list[SlotLoad] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, target block)
     # Blocks that move between the tiers, carried out in this order: all of swaps_out, all of swaps_in, copies, forward.
@@ -121,6 +122,9 @@ class PromptLogprobs:
     handle: int
     first: int
     rows: np.ndarray  # int32 [n, row_width(max_logprobs)]
+    entropies: np.ndarray | None = (
+        None  # float32 [n], in nats, of the distributions that they are of; 0 if no row of the step wants any
+    )
 
 
 @dataclass(slots=True)
@@ -173,6 +177,7 @@ class ExecutorInfo:
     token_buckets: tuple[int, ...]  # ascending; a step has at most token_buckets[-1] tokens
     stages: int = 1  # of a pipeline: so many steps are under way, and each is read so many submits later
     host: HostTierInfo | None = None  # None: there is no host tier
+    logprobs_mode: str = "raw_logprobs"
 
     def __post_init__(self) -> None:
         assert len(self.kv_specs) == len(self.num_blocks)

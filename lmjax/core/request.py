@@ -17,6 +17,8 @@ class NewRequest:
 
     ``prompt``: int32 [n], not empty, not changed afterwards. ``stop_ids``: eos (unless ignored) and stop_token_ids.
     ``params.max_tokens``: None means up to the context length. ``adapter``: name that keeps KV of adapters apart.
+    ``after``: a token after the prompt whose log-probability is wanted with those of the prompt (with
+    ``params.prompt_logprobs``); -1: none. ``entropy``: those of the distributions are wanted, too.
     ``arrival``: seconds of time.monotonic(); orders the waiting requests (ties: order of the calls of ``add``).
     """
 
@@ -29,6 +31,8 @@ class NewRequest:
     cache_salt: str | None = None
     adapter: str | None = None
     arrival: float = 0.0
+    after: int = -1
+    entropy: bool = False
 
 
 class State(IntEnum):
@@ -66,12 +70,19 @@ class Request:
     group: ForkGroup | None = None
     started: bool = False
     num_targets: int = -1  # prompt log-probabilities asked of the device so far (-1: it wants none)
+    after: int = -1  # one more target: a token after the prompt (-1: there is none)
+    entropy: bool = False  # with the targets, entropies are wanted
     num_cached: int = 0  # prefix hit of the first admission, in tokens
     saved: Saved | None = None  # its KV, if it is kept while the request waits
 
     @property
     def num_prompt(self) -> int:
         return len(self.prompt)
+
+    @property
+    def all_targets(self) -> int:
+        """Prompt log-probabilities that it wants, if it wants any."""
+        return len(self.prompt) - (self.after < 0)
 
 
 @dataclass(slots=True, eq=False)

@@ -59,7 +59,8 @@ def _prompt_rows(state: EngineState, result: StepResult) -> list[PromptRows]:
         request = state.requests.get(entry.handle)
         if request is not None and request.params.prompt_logprobs is not None:
             rows = cut_rows(entry.rows, request.params.prompt_logprobs)
-            reduced.append(PromptRows(entry.handle, entry.first, rows.shape[1], rows.data))  # type: ignore[arg-type]
+            found = entry.entropies.data if request.entropy and entry.entropies is not None else b""
+            reduced.append(PromptRows(entry.handle, entry.first, rows.shape[1], rows.data, found))  # type: ignore[arg-type]
     return reduced
 
 

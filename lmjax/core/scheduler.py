@@ -104,6 +104,8 @@ class Scheduler:
                 root=root,
                 history=new.prompt,
                 num_targets=0 if i == 0 and params.prompt_logprobs is not None else -1,
+                after=new.after,
+                entropy=new.entropy,
             )
             for i in range(params.n)
         ]
@@ -238,6 +240,7 @@ class Scheduler:
             samples=samples,
             token_ids=token_ids,
             target_ids=target_ids,
+            entropy=target_ids is not None and any(row.request.entropy for row in rows),
             patches=patches,
             slot_loads=state.slot_loads,
             copies=self.prefill.copies if rows else [],
@@ -314,18 +317,20 @@ def _without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
 
 
 def _target_ids(rows: list[PrefillRow], total: int) -> np.ndarray | None:
-    """int32 [total]: the prompt token after each prefill token of those rows that want prompt log-probabilities."""
+    """int32 [total]: the token after each prefill token of those rows that want prompt log-probabilities."""
     targets = None
     at = 0
     for row in rows:
         request = row.request
         if request.num_targets >= 0:
             first = max(row.start, request.num_targets)
-            end = min(row.start + row.length, request.num_prompt - 1)
+            end = min(row.start + row.length, request.all_targets)
             if first < end:
                 if targets is None:
                     targets = np.full(total, -1, np.int32)
-                targets[at + first - row.start : at + end - row.start] = request.prompt[first + 1 : end + 1]
+                here = targets[at + first - row.start : at + end - row.start]
+                known = request.prompt[first + 1 : end + 1]
+                here[: len(known)], here[len(known) :] = known, request.after
                 request.num_targets = end
         at += row.length
     return targets

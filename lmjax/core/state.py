@@ -137,7 +137,7 @@ class EngineState:
         began = time.perf_counter()
         extend_digests(request.digests, request.root, request.history, self.info.block_size)
         most = (len(request.history) - 1) // self.info.block_size
-        if 0 <= request.num_targets < request.num_prompt - 1:
+        if 0 <= request.num_targets < request.all_targets:
             # prompt log-probabilities come from computing the prompt: skip only what was asked before
             most = min(most, request.num_targets // self.info.block_size)
         hit = self.kv.lookup(request.digests[:most])

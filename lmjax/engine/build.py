@@ -100,4 +100,5 @@ def _engine_info(device: Any) -> EngineInfo:
         dtype=facts.dtype,
         platform=facts.platform,
         device_count=facts.device_count,
+        logprobs_mode=info.logprobs_mode,
     )

@@ -24,6 +24,8 @@ def new_request(message: AddRequest) -> NewRequest:
         priority=message.priority,
         cache_salt=message.cache_salt,
         arrival=message.arrival,
+        after=message.after,
+        entropy=message.entropy,
     )
 
 

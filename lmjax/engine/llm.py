@@ -20,6 +20,7 @@ from lmjax.engine.build import DEFAULT_EXECUTOR, build_engine, check_first_rank,
 from lmjax.engine.collect import Collector
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.records import AbortRequest, AddRequest, StepRecord
+from lmjax.engine.scoring import ScoreSink, TokenScores, score_requests, token_arrays
 from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineStats
 from lmjax.text.chat import render_chat
@@ -140,6 +141,39 @@ class LLM:
         checked = check_request(self._encode(prompt), params, self.info, self.tokenizer)
         return (update for _, update in self._run([checked], [0]))
 
+    def logprobs(
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        top_k: int = 0,
+        entropy: bool = False,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
+        use_tqdm: bool = False,
+    ) -> TokenScores | list[TokenScores]:
+        """Log-probabilities of one sequence's tokens, or of many: each given those before it, from the second on.
+
+        token_ids: lists or integer arrays, of up to the context length. top_k: also the so many most likely tokens at
+        each position. sampling_params: whose temperature, top_k, top_p and min_p apply, with
+        ``logprobs_mode="processed_logprobs"`` only (default: temperature 1, no filters). Computed by the serving
+        programs, batched and in chunks. Raises ``ParameterError`` before anything runs.
+        """
+        sequences, one = token_arrays(token_ids)
+        check_priority(priority, self._config.scheduling_policy)
+        asked = score_requests(sequences, top_k, entropy, sampling_params, self.info)
+        wanted = [checked for checked in asked if checked is not None]
+        with (
+            _progress_bar(len(wanted), use_tqdm) as bar,
+            contextlib.closing(self._run(wanted, [priority] * len(wanted))) as updates,
+        ):
+            for _, update in updates:
+                bar(update)
+        sinks = [
+            ScoreSink(ids, top_k, entropy) if c is None else c.sink for ids, c in zip(sequences, asked, strict=True)
+        ]
+        found = [sink.scores() for sink in sinks]
+        return found[0] if one else found
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
@@ -217,7 +251,7 @@ class LLM:
             raise EngineDeadError(self._dead)
         now = time.monotonic()
         with _interrupts_deferred(), self._lock:
-            state = self._outputs.open(uuid.uuid4().hex, checked.prompt, checked.params, now)
+            state = self._outputs.open(uuid.uuid4().hex, checked.prompt, checked.params, now, checked.sink)
             state.waiter = ready
             self._engine.handle(
                 AddRequest(
@@ -228,6 +262,8 @@ class LLM:
                     bad_words_ids=checked.bad_words_ids,
                     priority=priority,
                     arrival=now,
+                    after=-1 if checked.sink is None else checked.sink.after,
+                    entropy=checked.sink is not None and checked.sink.entropy,
                 )
             )
             if state.pending is not None:

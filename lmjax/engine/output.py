@@ -16,6 +16,7 @@ import numpy as np
 from lmjax.core.output import Finished, PromptRows
 from lmjax.core.plan import row_width
 from lmjax.engine.records import StepRecord
+from lmjax.engine.scoring import ScoreSink
 from lmjax.text.detokenizer import Detokenizer
 from lmjax.text.stop import StopAutomaton
 from lmjax.types import (
@@ -48,7 +49,16 @@ class RequestState:
     ``error`` is raised to the reader once ``pending`` was taken.
     """
 
-    def __init__(self, request_id: str, handle: int, prompt: Sequence[int], params: SamplingParams, arrival: float):
+    def __init__(
+        self,
+        request_id: str,
+        handle: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        arrival: float,
+        sink: ScoreSink | None = None,
+    ):
+        self.sink = sink  # takes the prompt's log-probabilities as they come, instead of an update
         self.request_id, self.handle, self.params = request_id, handle, params
         self.prompt = prompt
         self.num_cached_tokens = 0
@@ -60,7 +70,7 @@ class RequestState:
         self.open_choices = params.n
         self._prompt_logprobs: list[TokenLogprobs | None] = []
         self._missing_prompt_logprobs = 0
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None and sink is None:
             self._prompt_logprobs = [None] * len(prompt)
             self._missing_prompt_logprobs = len(prompt) - 1
             if not self._missing_prompt_logprobs:
@@ -103,6 +113,9 @@ class RequestState:
 
     def add_prompt_logprobs(self, found: PromptRows) -> None:
         """Chunks come in any order, and again after a preemption."""
+        if self.sink is not None:
+            self.sink.add(found)
+            return
         entries, k = self._prompt_logprobs, self.params.prompt_logprobs or 0
         for position, row in enumerate(_token_rows(found.rows, found.width), found.first):
             self._missing_prompt_logprobs -= entries[position] is None
@@ -124,9 +137,16 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._choices)
 
-    def open(self, request_id: str, prompt: Sequence[int], params: SamplingParams, arrival: float) -> RequestState:
+    def open(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        arrival: float,
+        sink: ScoreSink | None = None,
+    ) -> RequestState:
         """Gives the request ``n`` handles that were never used before."""
-        request = RequestState(request_id, self._next_handle, prompt, params, arrival)
+        request = RequestState(request_id, self._next_handle, prompt, params, arrival, sink)
         self._next_handle += params.n
         automaton = StopAutomaton(params.stop) if params.stop else None
         for index in range(params.n):

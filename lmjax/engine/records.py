@@ -23,6 +23,8 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     priority: int = 0
     cache_salt: str | None = None
     arrival: float = 0.0  # time.monotonic(): the same clock in every process of a host
+    after: int = -1  # one more token to score, after the prompt
+    entropy: bool = False
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True):

@@ -20,11 +20,12 @@ class Checked(NamedTuple):
     params: SamplingParams
     stop_ids: tuple[int, ...]  # ends of sequence (unless ignored) and stop_token_ids, each once
     bad_words_ids: list[list[int]] | None
+    sink: Any = None  # of tokens to score: engine.scoring.ScoreSink
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, info: EngineInfo, tokenizer: Any) -> Checked:
     """Raises ``ParameterError`` if the request could never run or asks for what the engine does not give."""
-    _check_prompt(prompt, info)
+    check_prompt(prompt, info)
     ids = _truncate(list(prompt), params, info)
     max_tokens = _max_tokens(len(ids), params, info)
     if params.min_tokens > max_tokens:
@@ -33,6 +34,8 @@ def check_request(prompt: Sequence[int], params: SamplingParams, info: EngineInf
         value = getattr(params, name)
         if value is not None and value > info.max_logprobs:
             raise ParameterError(name, f"got {value}, must be at most {info.max_logprobs} (--max-logprobs)")
+    if params.prompt_logprobs is not None and info.logprobs_mode != "raw_logprobs":
+        check_filters("prompt_logprobs", params)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         _check_ids(name, getattr(params, name) or (), info)
     stop_ids = params.stop_token_ids if params.ignore_eos else [*info.eos_token_ids, *params.stop_token_ids]
@@ -47,18 +50,37 @@ def check_priority(priority: int, policy: str) -> None:
         raise ParameterError("priority", f"got {priority}, but only --scheduling-policy priority looks at it")
 
 
-def _check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
+def check_filters(name: str, params: SamplingParams) -> None:
+    """What a distribution at every position of a known text can follow: temperature and filters. The rest depends on
+    what was generated before."""
+    fixed = {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+    }
+    set_ones = [field for field, off in fixed.items() if getattr(params, field) != off]
+    set_ones += [f for f in ("logit_bias", "allowed_token_ids", "bad_words") if getattr(params, f) is not None]
+    if set_ones:
+        raise ParameterError(
+            name,
+            f"processed log-probabilities of given tokens follow temperature, top_k, top_p and min_p alone; "
+            f"{', '.join(set_ones)} cannot be applied to them",
+        )
+
+
+def check_prompt(prompt: Sequence[int] | np.ndarray, info: EngineInfo, field: str = "prompt") -> None:
     if len(prompt) == 0:
-        raise ParameterError("prompt", "is empty, must have at least one token")
+        raise ParameterError(field, "is empty, must have at least one token")
     try:
         ids = np.asarray(prompt)
     except (ValueError, OverflowError):
         ids = np.asarray(0.0)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ParameterError("prompt", "must be a list of token ids (integers)")
+        raise ParameterError(field, "must be a list of token ids (integers)")
     for bad in (int(ids.min()), int(ids.max())):
         if not 0 <= bad < info.vocab_size:
-            raise ParameterError("prompt", f"got the token id {bad}, must be at least 0 and below {info.vocab_size}")
+            raise ParameterError(field, f"got the token id {bad}, must be at least 0 and below {info.vocab_size}")
 
 
 def _truncate(prompt: list[int], params: SamplingParams, info: EngineInfo) -> list[int]:

@@ -91,7 +91,7 @@ def run_layers(
     env: Env,
 ) -> tuple[jax.Array, Pools]:
     """x [D, T], the residual stream, through ``spec.layers``."""
-    step = _Step(
+    step = Step(
         batch=batch,
         rope=_rope(spec, batch),
         targets=_write_targets(batch, pools[0].shape[4]),
@@ -125,7 +125,7 @@ def embed(params: DecoderParams, token_ids: jax.Array, env: Env = ALONE) -> jax.
     return env.sum(jnp.where(here[:, None], table[jnp.where(here, rows, 0)], jnp.zeros((), table.dtype))).T
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """What all layers of a step share."""
 
     batch: Batch
@@ -173,7 +173,7 @@ def _layer(
     p: LayerParams,
     x: jax.Array,
     pool: jax.Array,
-    step: _Step,
+    step: Step,
     index: jax.Array,
     *,
     kind: LayerSpec,
@@ -194,7 +194,8 @@ def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_token
         return gated_mlp(p.gate_up, p.down, x, m.activation, env)
     assert isinstance(m, MoeSpec)
     e = p.experts
-    y = moe_mlp(
+    experts = env.forms.moe if env.forms else moe_mlp
+    y = experts(
         p.router,
         e.gate_up,
         e.down,
@@ -216,14 +217,33 @@ def _attention(
     a: AttentionSpec,
     x: jax.Array,
     pool: jax.Array,
-    step: _Step,
+    step: Step,
     index: jax.Array,
     eps: float,
     env: Env,
 ) -> tuple[jax.Array, jax.Array]:
     """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
-    tokens, batch = x.shape[-1], step.batch
-    qkv = linear(p.qkv, x)  # [K, G + 2, H, T]
+    tokens = x.shape[-1]
+    attend = env.forms.attention if env.forms else paged
+    o, pool = attend(linear(p.qkv, x), p, a, pool, step, index, eps, env)
+    # The next layer's write has to wait for this read: else XLA:CPU cannot update the one-array pool in place and
+    # copies all of it several times a step. The residual makes it wait; the barrier states it.
+    o, pool = lax.optimization_barrier((o, pool))
+    return summed_linear(p.o, o.reshape(tokens, a.heads * a.head_dim).T, env), pool
+
+
+def paged(
+    qkv: jax.Array,
+    p: AttentionParams,
+    a: AttentionSpec,
+    pool: jax.Array,
+    step: Step,
+    index: jax.Array,
+    eps: float,
+    env: Env,
+) -> tuple[jax.Array, jax.Array]:
+    """qkv [K, G + 2, H, T] -> (attended values [T, N, H], the pool with the step's keys and values)."""
+    batch = step.batch
     block_ids, offsets = step.targets[a.group]
     cos, sin = step.rope
     q, pool, _ = kv_write(
@@ -258,7 +278,4 @@ def _attention(
         target=env.target,
         backend=env.attention,
     )
-    # The next layer's write has to wait for this read: else XLA:CPU cannot update the one-array pool in place and
-    # copies all of it several times a step. The residual makes it wait; the barrier states it.
-    o, pool = lax.optimization_barrier((o, pool))
-    return summed_linear(p.o, o.reshape(tokens, a.heads * a.head_dim).T, env), pool
+    return o, pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -12,12 +13,20 @@ from pallas_kernels.platform import CPU, Backend, Target
 
 
 @dataclass(frozen=True, slots=True)
+class Forms:
+    """Other forms of the two ops whose loops have bounds known only at run time: what cannot be differentiated."""
+
+    attention: Callable[..., tuple[jax.Array, jax.Array]]  # as models.decoder.paged
+    moe: Callable[..., jax.Array]  # as nn.moe.moe_mlp
+
+
+@dataclass(frozen=True, slots=True)
 class Env:
     """A static argument. With ``axis`` the code runs inside a ``shard_map``: heads, ffn, experts and vocabulary are
     this device's share, activations are whole, and what each device adds to them is summed explicitly.
 
     ``spread_experts``: a device holds some experts whole (expert parallel), not a share of each. ``vocab_axis``: what
-    the vocabulary is spread over.
+    the vocabulary is spread over. ``forms``: None for those that serve.
     """
 
     target: Target = CPU
@@ -25,6 +34,7 @@ class Env:
     axis: str | tuple[str, ...] | None = None
     spread_experts: bool = False
     vocab_axis: str | tuple[str, ...] | None = None
+    forms: Forms | None = None
 
     @property
     def for_vocab(self) -> Env:

@@ -27,10 +27,12 @@ class ForwardKey:
     num_tokens: int
     num_rows: int
     prompt_logprobs: bool = False
+    processed: bool = False  # of the distributions after temperature and filters
 
     @property
     def name(self) -> str:
-        return f"forward[{self.num_tokens},{self.num_rows}{',prompt_logprobs' if self.prompt_logprobs else ''}]"
+        kind = (",processed" if self.processed else "") + (",prompt_logprobs" if self.prompt_logprobs else "")
+        return f"forward[{self.num_tokens},{self.num_rows}{kind}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,13 @@ class Buckets:
     alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, samplers: Samplers = SAMPLERS):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        samplers: Samplers = SAMPLERS,
+        processed_logprobs: bool = False,
+    ):
         self._samplers = samplers
         budget = max_num_batched_tokens
         decode = [2**i for i in range(7, 32) if 2**i < max_num_seqs] + [max_num_seqs]
@@ -62,7 +70,7 @@ class Buckets:
         self.token_buckets = tuple(sorted(t for t in tokens if t <= budget))
         self.forward = tuple(ForwardKey(t, min(t, max_num_seqs)) for t in self.token_buckets)
         last = self.forward[-1]
-        self.prompt_logprobs = ForwardKey(last.num_tokens, last.num_rows, prompt_logprobs=True)
+        self.prompt_logprobs = ForwardKey(last.num_tokens, last.num_rows, True, processed_logprobs)
         self.row_buckets = tuple(sorted({key.num_rows for key in self.forward}))
         self.sample = tuple(
             SampleKey(rows, level, logprobs) for rows in self.row_buckets for level, logprobs in samplers

@@ -28,7 +28,7 @@ class Outputs:
 
     last: jax.Array  # the step is done when this is
     result: jax.Array | None = None  # int32 [S, columns]; None: no row samples
-    prompt_logprobs: jax.Array | None = None  # int32 [T, 3 + 2 k]
+    prompt_logprobs: jax.Array | None = None  # int32 [T, 3 + 2 k + 1]
 
 
 class Device:

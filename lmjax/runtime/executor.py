@@ -77,6 +77,7 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
             max_model_len=plan.max_model_len,
             vocab_size=spec.vocab,
             max_logprobs=config.max_logprobs,
+            logprobs_mode=config.logprobs_mode,
             token_buckets=buckets.token_buckets,
             stages=spec.stages,
             host=host_tier(resolved, made.device, made.host_blocks) if made.host_blocks else None,

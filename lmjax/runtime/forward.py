@@ -17,7 +17,9 @@ from lmjax.nn.env import ALONE, Env
 from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.inputs import forward_layout
 from lmjax.runtime.state import apply_patches
-from lmjax.sampling.logprobs import Logprobs, target_logprobs
+from lmjax.sampling.filters import filtered
+from lmjax.sampling.logprobs import Logprobs, entropies, target_logprobs
+from lmjax.sampling.rows import unpack_rows
 from lmjax.sampling.share import Share
 
 PROMPT_LOGPROB_ROWS = 128  # columns of one block of logits: [V, T] at once would be gigabytes
@@ -31,7 +33,7 @@ def make_forward(
     """``(params, pools, tokens, tables, packed) -> (logits [V, S], pools, tokens, tables, prompt log-probabilities)``.
 
     Donate pools, tokens and tables. The last result is None but for the prompt_logprobs variant, where it is
-    token rows, int32 [T, 3 + 2 * max_logprobs].
+    token rows with one column more, int32 [T, 3 + 2 * max_logprobs + 1] (see ``prompt_logprobs``).
     """
 
     def forward(params: Any, pools: Pools, tokens: jax.Array, tables: jax.Array, packed: jax.Array) -> tuple[Any, ...]:
@@ -98,20 +100,30 @@ def prompt_logprobs(
     max_logprobs: int,
     share: Share,
 ) -> jax.Array:
-    """hidden [D, T] of the step with these ``parts`` -> token rows [T, 3 + 2 k], of the tokens that want it.
+    """hidden [D, T] of the step with these ``parts`` -> token rows [T, 3 + 2 k] and, as one more column, the bits of
+    the entropy (0 where the step wants none), of the tokens that want it.
 
-    ``head``: columns of hidden -> logits, of ``share``.
+    ``head``: columns of hidden -> logits, of ``share``. Where the parts have ``params`` (of the rows), temperature and
+    filters are applied.
     """
     targets, span = parts["target_ids"], parts["header"][3:]
     num_tokens = hidden.shape[1]
     size = min(PROMPT_LOGPROB_ROWS, num_tokens)
+    wanted_entropy = parts["entropy"][0] != 0
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(span[0] + i * jnp.int32(size), jnp.int32(num_tokens - size))
         columns = lax.dynamic_slice_in_dim(hidden, start, size, axis=1)
         wanted = lax.dynamic_slice_in_dim(targets, start, size)
-        rows = pack_logprobs(wanted, target_logprobs(head(columns), wanted, max_logprobs, share))
-        return lax.dynamic_update_slice_in_dim(out, rows, start, axis=0)
+        logits = head(columns)
+        if "params" in parts:
+            rows = lax.dynamic_slice_in_dim(parts["token_rows"], start, size)
+            logits = filtered(logits, unpack_rows(parts["params"][rows]), share)
+        packed = pack_logprobs(wanted, target_logprobs(logits, wanted, max_logprobs, share))
+        entropy = lax.cond(wanted_entropy, lambda: entropies(logits, share), lambda: jnp.zeros(size, jnp.float32))
+        entropy = lax.bitcast_convert_type(entropy, jnp.int32)
+        packed = jnp.concatenate([packed, entropy[:, None]], axis=1)
+        return lax.dynamic_update_slice_in_dim(out, packed, start, axis=0)
 
     blocks = (span[1] - span[0] + jnp.int32(size - 1)) // jnp.int32(size)
-    return lax.fori_loop(0, blocks, block, jnp.zeros((num_tokens, row_width(max_logprobs)), jnp.int32))
+    return lax.fori_loop(0, blocks, block, jnp.zeros((num_tokens, row_width(max_logprobs) + 1), jnp.int32))

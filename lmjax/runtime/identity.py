@@ -45,6 +45,7 @@ def identity(resolved: Resolved, devices: list[jax.Device]) -> dict[str, str]:
         "--max-num-batched-tokens": str(resolved.num_batched),
         "--swap-space": "some" if config.swap_space else "none",
         "--max-logprobs": str(config.max_logprobs),
+        "--logprobs-mode": config.logprobs_mode,
         "XLA_FLAGS": xla_flags(),
         "lmjax's sources": sources_digest(),
     }

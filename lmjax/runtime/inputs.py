@@ -65,6 +65,9 @@ def forward_layout(key: ForwardKey, num_groups: int, block_size: int) -> Layout:
     }
     if key.prompt_logprobs:
         shapes["target_ids"] = (t,)
+        shapes["entropy"] = (1,)  # whether entropies are wanted
+    if key.processed:
+        shapes["params"] = (s, NUM_PARAMS)
     return Layout(**shapes)
 
 
@@ -161,6 +164,9 @@ class InputPacker:
         self._pack_tokens(plan, parts)
         if "target_ids" in parts:
             _pack_targets(plan, parts)
+            parts["entropy"][0] = plan.entropy
+        if "params" in parts:
+            self._params.take(parts["slots"], axis=0, out=parts["params"], mode="clip")
         return self._pack_patches(plan.patches, parts["patches"])
 
     def _pack_rows(self, plan: StepPlan, parts: dict[str, np.ndarray]) -> None:

@@ -140,7 +140,8 @@ class JaxExecutor:
 
 
 def read_prompt_logprobs(plan: StepPlan, packed: np.ndarray) -> list[PromptLogprobs]:
-    """packed: token rows, int32 [T, 3 + 2 k], by token of the step. One record a prefill row that has targets."""
+    """packed: token rows and entropies, int32 [T, 3 + 2 k + 1], by token of the step. One record a prefill row that has
+    targets."""
     assert plan.target_ids is not None
     records = []
     start = 0
@@ -153,6 +154,8 @@ def read_prompt_logprobs(plan: StepPlan, packed: np.ndarray) -> list[PromptLogpr
             at = plan.num_decode + start + first
             # the token at position p predicts the one at p + 1
             position = int(plan.starts[row]) + first + 1
-            records.append(PromptLogprobs(int(plan.handles[row]), position, packed[at : at + len(wanted)]))
+            found = packed[at : at + len(wanted)]
+            rows, entropies = np.ascontiguousarray(found[:, :-1]), np.ascontiguousarray(found[:, -1]).view(np.float32)
+            records.append(PromptLogprobs(int(plan.handles[row]), position, rows, entropies))
         start = end
     return records

@@ -54,6 +54,7 @@ class Shapes:
     host_tier: bool = False
     placement: Placement | None = None  # None: the default device. Else spec and kv_specs are what all devices hold
     most_tokens: int = 0  # of a step; only a pipeline's state depends on it
+    processed_logprobs: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -132,7 +133,9 @@ def sample_program(shapes: Shapes, key: SampleKey) -> Program:
         logits = place.place(logits, LOGITS)
     packed = shapes.everywhere(_ints(sample_layout(key.num_rows).size))
     branches = shapes.env.target.platform == "cpu"
-    function = make_sample(key, shapes.max_logprobs, shapes.spec.vocab, shapes.env.vocab_axis, branches)
+    function = make_sample(
+        key, shapes.max_logprobs, shapes.spec.vocab, shapes.env.vocab_axis, branches, shapes.processed_logprobs
+    )
     if place:
         function = place.wrap_sample(function)
     return Program(key.name, function, (logits, state.tokens, state.sampling, packed), donate=(1,))

@@ -58,6 +58,10 @@ class Resolved:
         return self.placement.size if self.placement else 1
 
     @property
+    def processed_logprobs(self) -> bool:
+        return self.config.logprobs_mode == "processed_logprobs"
+
+    @property
     def degree(self) -> Degree:
         return self.placement.degree if self.placement else Degree()
 
@@ -84,6 +88,7 @@ class Resolved:
             host_tier=self.config.swap_space > 0,
             placement=self.placement,
             most_tokens=self.buckets(max_model_len).token_buckets[-1],
+            processed_logprobs=self.processed_logprobs,
         )
 
     def _spec(self, max_model_len: int) -> DecoderSpec:
@@ -94,7 +99,7 @@ class Resolved:
         """Those of one step. With pipeline stages as many are under way, and they share the limits."""
         budget = min(self.num_batched, self.num_seqs * max_model_len)
         stages, samplers = self.spec.stages, GPU_SAMPLERS if self.platform == "gpu" else SAMPLERS
-        return Buckets(-(-self.num_seqs // stages), -(-budget // stages), samplers)
+        return Buckets(-(-self.num_seqs // stages), -(-budget // stages), samplers, self.processed_logprobs)
 
 
 def resolve(

@@ -17,7 +17,12 @@ SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax
 
 
 def make_sample(
-    key: SampleKey, max_logprobs: int, vocab: int, axis: str | tuple[str, ...] | None = None, branches: bool = True
+    key: SampleKey,
+    max_logprobs: int,
+    vocab: int,
+    axis: str | tuple[str, ...] | None = None,
+    branches: bool = True,
+    processed_logprobs: bool = False,
 ) -> SampleProgram:
     """``(logits [V, S], tokens, sampling state, packed) -> (tokens, result)``; donate tokens.
 
@@ -44,6 +49,7 @@ def make_sample(
             max_logprobs=max(max_logprobs, 1) if key.logprobs else 0,
             share=Share(axis, vocab),
             branches=branches,
+            processed_logprobs=processed_logprobs,
         )
         tokens = tokens.at[slots, positions].set(out.token_ids, mode="promise_in_bounds")
         result = out.token_ids[:, None]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lmjax.sampling.chunks import CHUNK, to_chunks, top_values, total
+from lmjax.sampling.logprobs import processed
 from lmjax.sampling.rows import Rows
 from lmjax.sampling.search import by_row, largest, sums_above
 from lmjax.sampling.share import WHOLE, Share
@@ -85,6 +86,13 @@ def _top_p(
         return jnp.where(beyond, largest(enough, best), exact)
 
     return jnp.where(used, lax.cond(beyond.any(), bisect, lambda: exact), -jnp.inf)
+
+
+def filtered(logits: jax.Array, rows: Rows, share: Share = WHOLE, branches: bool = True) -> jax.Array:
+    """[V, S] -> [V, S]: after temperature, min-p, top-k and top-p alone, -inf for what they leave out."""
+    best = share.max(logits.max(axis=0))
+    threshold = thresholds(logits, best, rows, share=share, branches=branches)
+    return processed(logits, best, threshold, rows.inv_temperature)
 
 
 def _search(scores: jax.Array, best: jax.Array, rows: Rows, share: Share) -> jax.Array:

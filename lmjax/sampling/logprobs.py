@@ -1,4 +1,4 @@
-"""Raw log-probabilities: the log-softmax of the model's untouched logits."""
+"""Log-probabilities: the log-softmax of the model's untouched logits (raw), or of those that are drawn from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lmjax.sampling.chunks import CHUNK, to_chunks, top_values, total
 from lmjax.sampling.share import WHOLE, Share
@@ -27,7 +28,7 @@ def target_logprobs(logits: jax.Array, targets: jax.Array, k: int, share: Share 
     """
     here, num_rows = logits.shape
     vocab = share.size(here)
-    best = share.max(logits.max(axis=0))
+    best = share.max(lax.stop_gradient(logits).max(axis=0))  # it cancels out of the result, so its gradient is 0
     # The where changes nothing but lets XLA:CPU vectorise the sum over a single column (see filters.weights_of).
     chunked = to_chunks(logits, CHUNK)
     weights = jnp.where(chunked > -jnp.inf, jnp.exp(chunked - best[None, None, :]), jnp.float32(0))
@@ -44,3 +45,21 @@ def target_logprobs(logits: jax.Array, targets: jax.Array, k: int, share: Share 
         top_ids=jnp.pad(ids, surplus, constant_values=-1),
         top_logprobs=jnp.pad(values - log_total[:, None], surplus, constant_values=-jnp.inf),
     )
+
+
+def processed(scores: jax.Array, best: jax.Array, threshold: jax.Array, inv_temperature: jax.Array) -> jax.Array:
+    """The logits of what is drawn from, -inf for what cannot be: ``scores`` [V, n] after bias, penalties and masks,
+    ``best`` [n] their maxima, ``threshold`` [n] the smallest that may be drawn."""
+    kept = scores >= threshold[None, :]
+    return jnp.where(kept, (scores - best[None, :]) * inv_temperature[None, :], -jnp.inf)
+
+
+def entropies(logits: jax.Array, share: Share = WHOLE) -> jax.Array:
+    """float32 [n], in nats: the entropy of the softmax of ``logits`` float32 [V, n]; a token of -inf adds nothing."""
+    best = share.max(lax.stop_gradient(logits).max(axis=0))
+    gaps = to_chunks(logits, CHUNK) - best[None, None, :]
+    possible = gaps > -jnp.inf
+    gaps = jnp.where(possible, gaps, jnp.float32(0))
+    weights = jnp.where(possible, jnp.exp(gaps), jnp.float32(0))
+    mass = total(weights, share)
+    return jnp.log(mass) - total(weights * gaps, share) / mass

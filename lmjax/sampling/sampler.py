@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lmjax.sampling.chunks import CHUNK, best_token, first_above, gather_sums, take_chunk, to_chunks
 from lmjax.sampling.filters import NUM_CANDIDATES, thresholds, weights_of
-from lmjax.sampling.logprobs import target_logprobs
+from lmjax.sampling.logprobs import processed, target_logprobs
 from lmjax.sampling.params import FILTERED, FLAG_RANDOM, FULL, GREEDY
 from lmjax.sampling.processors import process
 from lmjax.sampling.rows import Rows, uniform, unpack_rows
@@ -69,20 +69,27 @@ def _choose(
     num_candidates: int,
     share: Share,
     branches: bool,
-) -> jax.Array:
-    """Token ids [S] from the processed logits ``scores`` [V, S]."""
+) -> tuple[jax.Array, jax.Array]:
+    """Token ids [S] from the logits after bias, penalties and masks, ``scores`` [V, S], and the logits [V, S] of the
+    distributions that they are drawn from (computed if used)."""
     chunked = to_chunks(scores, CHUNK)
     best, token = best_token(chunked, share)
     if level == FULL:
         # Everything is masked: the model's own best token, so that the answer is always a valid id.
         nothing = best == -jnp.inf
-        token = jnp.where(nothing, best_token(to_chunks(logits, CHUNK), share)[1], token)
+        model_best, model_token = best_token(to_chunks(logits, CHUNK), share)
+        token = jnp.where(nothing, model_token, token)
         best = jnp.where(nothing, jnp.float32(0), best)
     threshold = rows.min_p_gap  # -inf: all
     if level >= FILTERED:
         threshold = thresholds(scores, best, rows, num_candidates, share, branches)
     drawn = _draw(chunked, best, rows.inv_temperature, threshold, uniform(rows, positions), share)
-    return jnp.where(rows.has(FLAG_RANDOM) & (drawn >= 0), drawn, token)
+    tokens = jnp.where(rows.has(FLAG_RANDOM) & (drawn >= 0), drawn, token)
+    if level < FULL:
+        return tokens, processed(scores, best, threshold, rows.inv_temperature)
+    scores = jnp.where(nothing[None, :], logits, scores)
+    best, threshold = jnp.where(nothing, model_best, best), jnp.where(nothing, -jnp.inf, threshold)
+    return tokens, processed(scores, best, threshold, rows.inv_temperature)
 
 
 def sample(
@@ -98,6 +105,7 @@ def sample(
     num_candidates: int = NUM_CANDIDATES,
     share: Share = WHOLE,
     branches: bool = True,
+    processed_logprobs: bool = False,
 ) -> SampleOut:
     """Draw one token a row.
 
@@ -115,16 +123,20 @@ def sample(
       share: static; which part of the vocabulary is on this device.
       branches: static; whether what no row uses is skipped. Not on a GPU: there the host reads a condition of the
         program, which stalls its dispatch and cuts its command buffer, so all is done for every row.
+      processed_logprobs: static; log-probabilities are those of the distribution that is drawn from, -inf for tokens
+        that cannot be; of a greedy row with temperature 1. Else they are raw.
     """
     assert share.axis is None or logits.shape[0] % CHUNK == 0, logits.shape
     if level == GREEDY:
         _, token_ids = best_token(to_chunks(logits, CHUNK), share)
+        drawn_from = logits
     else:
         rows = unpack_rows(params)
         scores = logits
         if level == FULL:
             scores = process(logits, rows, slots, positions, tokens, state, share, branches)
-        token_ids = _choose(logits, scores, rows, positions, level, num_candidates, share, branches)
+        token_ids, drawn_from = _choose(logits, scores, rows, positions, level, num_candidates, share, branches)
     if max_logprobs == 0:
         return SampleOut(token_ids)
-    return SampleOut(token_ids, *target_logprobs(logits, token_ids, max_logprobs, share))
+    shown = drawn_from if processed_logprobs else logits
+    return SampleOut(token_ids, *target_logprobs(shown, token_ids, max_logprobs, share))

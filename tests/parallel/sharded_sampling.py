@@ -129,10 +129,11 @@ def same(found, wanted, rows=slice(None)):
     return worst
 
 
-def check_samples(vocab, rows, level, max_logprobs, degrees, repeats, branches):
+def check_samples(vocab, rows, level, max_logprobs, degrees, repeats, branches=True, processed=False):
     """Random steps of one shape on one device, with branches, and on ``degrees``; the worst error of a
     log-probability."""
     static = {"level": level, "max_logprobs": max_logprobs, "num_candidates": CANDIDATES}
+    static["processed_logprobs"] = processed
     alone = jax.jit(partial(sample, **static))
     shared = {
         tp: together(partial(sample, **static, share=Share(ALL, vocab), branches=branches), tp, 5) for tp in degrees
@@ -154,7 +155,7 @@ def check_samples(vocab, rows, level, max_logprobs, degrees, repeats, branches):
 def prompt_rows(logits, targets, span, k, share):
     """The forward program's loop over the tokens of prompts; a "hidden state" is the number of its column."""
     hidden = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-    parts = {"target_ids": targets, "header": jnp.pad(span, (3, 0))}
+    parts = {"target_ids": targets, "header": jnp.pad(span, (3, 0)), "entropy": jnp.ones(1, jnp.int32)}
     return prompt_logprobs(lambda columns: logits[:, columns[0]], hidden, parts, k, share)
 
 
@@ -167,13 +168,18 @@ def check_prompt_logprobs(vocab, tp, k):
 
     def unpacked(rows):
         rows = np.asarray(rows)
+        entropies.append(rows[:, -1].copy().view(np.float32))
+        rows = np.ascontiguousarray(rows[:, :-1])
         floats = rows[:, 3:].view(np.float32)[:, 1::2] if k else np.zeros((len(rows), 0), np.float32)
         return Logprobs(rows[:, 1].view(np.float32), rows[:, 2], rows[:, 3::2], floats)
 
+    entropies: list[np.ndarray] = []
     wanted = jax.jit(partial(prompt_rows, k=k, share=WHOLE))(logits, targets, span)
     shared = together(partial(prompt_rows, k=k, share=Share(ALL, vocab)), tp, 2)
     clean = ~np.isnan(logits).any(axis=0)
-    return same(unpacked(shared(spread_logits(logits, tp), targets, span)), unpacked(wanted), clean)
+    worst = same(unpacked(shared(spread_logits(logits, tp), targets, span)), unpacked(wanted), clean)
+    np.testing.assert_allclose(entropies[0][clean], entropies[1][clean], rtol=1e-5, atol=1e-5)
+    return worst
 
 
 def program_text(tp, vocab, rows, level):
@@ -200,11 +206,11 @@ def main(cases):
     for case in cases:
         kind, *numbers = case.split(":")
         match kind:
-            case "sample" | "branchless":
+            case "sample" | "branchless" | "processed":
                 vocab, rows, level, max_logprobs, repeats = map(int, numbers[:5])
                 degrees = [int(tp) for tp in numbers[5].split("+")]
-                found = check_samples(vocab, rows, level, max_logprobs, degrees, repeats, kind == "sample")
-                print(case, found, flush=True)
+                how = {"branches": kind != "branchless", "processed": kind == "processed"}
+                print(case, check_samples(vocab, rows, level, max_logprobs, degrees, repeats, **how), flush=True)
             case "prompt":
                 print(case, check_prompt_logprobs(*map(int, numbers)), flush=True)
             case "program":

@@ -15,12 +15,13 @@ from lmjax.parallel import split
 from lmjax.sampling.chunks import CHUNK
 from tests.parallel.sharded_forward import COMMON, LLAMA
 
-# sample|branchless:vocab:rows:level:max_logprobs:steps:degrees, prompt:vocab:degree:k. With 1,000 tokens on 8 devices
-# the last share has 104 of 128 rows, with 300 most have none.
+# sample (raw log-probabilities), processed or branchless:vocab:rows:level:max_logprobs:steps:degrees, and
+# prompt:vocab:degree:k. With 1,000 tokens on 8 devices the last share has 104 of 128 rows, with 300 most have none.
 CASES = [
     "sample:1000:5:3:20:12:8",
     "sample:32003:64:3:0:2:3",
-    "sample:49152:1:2:20:6:4",
+    "processed:49152:1:2:20:6:4",
+    "processed:1000:5:3:20:8:8",
     "sample:49152:5:1:0:6:2",
     "sample:300:64:0:20:4:3+8",
     "branchless:1000:5:3:0:12:8",

@@ -1,0 +1,60 @@
+"""A paged pool of its own for a fixed batch: row b has the blocks 1 + b P .. (b + 1) P of every KV group."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from lmjax.models import decoder
+from lmjax.models.spec import DecoderSpec
+from lmjax.nn.env import ALONE, Env
+from pallas_kernels.platform import device_target
+
+BLOCK_SIZE = 16
+
+
+@struct.dataclass
+class Cache:
+    pools: tuple[jax.Array, ...]  # one a KV group, [layers, 2, 1 + rows * P, K, B, H]
+    tables: jax.Array  # int32 [rows, P]
+
+    @property
+    def length(self) -> int:
+        """Tokens that a row has room for."""
+        return self.tables.shape[1] * self.pools[0].shape[4]
+
+
+def make_cache(
+    spec: DecoderSpec, rows: int, length: int, dtype: str = "float32", *, block_size: int = BLOCK_SIZE
+) -> Cache:
+    """An empty cache for ``rows`` sequences of up to ``length`` tokens. dtype: that of the parameters."""
+    columns = -(-length // block_size)
+    pools = tuple(
+        jnp.zeros(decoder.pool_shape(kv, 1 + rows * columns, block_size), jnp.dtype(kv.dtype))
+        for kv in decoder.kv_specs(spec, dtype)
+    )
+    return Cache(pools, own_blocks(rows, columns))
+
+
+def own_blocks(rows: int, columns: int) -> jax.Array:
+    """int32 [rows, columns]: block 0 is the null block, the others go to the rows in turn."""
+    return 1 + jnp.arange(rows * columns, dtype=jnp.int32).reshape(rows, columns)
+
+
+def env_or_default(env: Env | None) -> Env:
+    """None: one device of the kind that JAX computes on."""
+    if env is not None:
+        return env
+    target = device_target(jax.devices()[0])
+    return ALONE if target == ALONE.target else Env(target)
+
+
+def check_tokens(tokens: jax.Array) -> jax.Array:
+    """int32 [B, n], or ``ValueError``."""
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens: got {tokens.dtype}{list(tokens.shape)}, must be integers [B, n] with B and n of at least 1"
+        )
+    return tokens.astype(jnp.int32)

@@ -1,0 +1,136 @@
+"""Log-probabilities of given tokens: the serving forward as a differentiable function of the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lmjax.functional.cache import BLOCK_SIZE, check_tokens, env_or_default, own_blocks
+from lmjax.functional.dense import FORMS
+from lmjax.models import decoder
+from lmjax.models.params import DecoderParams
+from lmjax.models.spec import DecoderSpec
+from lmjax.nn.batch import Batch
+from lmjax.nn.env import Env
+from lmjax.nn.norm import rms_norm
+from lmjax.sampling.logprobs import entropies, target_logprobs
+from lmjax.sampling.share import Share
+
+HEAD_COLUMNS = 128  # as in the serving program: logits [V, B * n] are never there at once
+
+
+class Scores(NamedTuple):
+    logprobs: jax.Array  # float32 [B, n - 1], of the tokens 1 .. n - 1
+    entropies: jax.Array  # float32 [B, n - 1], of the distributions that they are drawn from, in nats
+
+
+def logprobs(
+    params: DecoderParams,
+    tokens: jax.Array,
+    *,
+    spec: DecoderSpec,
+    lengths: jax.Array | None = None,
+    remat: bool = False,
+    env: Env | None = None,
+) -> jax.Array:
+    """float32 [B, n - 1]: entry [b, i] is log p(tokens[b, i + 1] | tokens[b, :i + 1]), raw.
+
+    tokens: int32 [B, n]. lengths: int32 [B], tokens of each row that count (default n); entries behind are 0 and have
+    no gradient. Usable under jit, grad, vmap and shard_map over B. The value is computed by the ops of the serving
+    forward; the gradient, in reverse mode alone, is that of dense attention in float32. remat: keep of each layer only
+    its input and compute the layer again in the backward pass.
+    """
+    hidden, targets, env = _hidden(params, tokens, spec, remat, env)
+    found = _by_columns(params, hidden, targets, spec, env, False)
+    return _cut(found[0], tokens.shape, lengths)
+
+
+def scores(
+    params: DecoderParams,
+    tokens: jax.Array,
+    *,
+    spec: DecoderSpec,
+    lengths: jax.Array | None = None,
+    remat: bool = False,
+    env: Env | None = None,
+) -> Scores:
+    """``logprobs`` and the entropies of the same distributions, from one forward. Arguments as there."""
+    hidden, targets, env = _hidden(params, tokens, spec, remat, env)
+    found = _by_columns(params, hidden, targets, spec, env, True)
+    return Scores(*(_cut(x, tokens.shape, lengths) for x in found))
+
+
+def _hidden(
+    params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, remat: bool, env: Env | None
+) -> tuple[jax.Array, jax.Array, Env]:
+    """Hidden states [D, B * n] after the last norm, the token that follows each int32 [B * n], and what for."""
+    tokens = check_tokens(tokens)
+    width = tokens.shape[1]
+    if not 2 <= width <= spec.max_len:
+        raise ValueError(f"tokens: got rows of {width}, must be 2 to {spec.max_len} tokens")
+    env = replace(env_or_default(env), forms=FORMS)
+    groups = 1 + max(layer.attention.group for layer in spec.layers)
+    pools = (jnp.zeros((0, 2, 0, 0, BLOCK_SIZE, 0)),) * groups  # attention makes its own; this tells the block size
+    batch = _batch(tokens, groups)
+    targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
+    if not remat:
+        return decoder.forward(params, spec, pools, batch, env)[0], targets, env
+    x = decoder.embed(params, batch.token_ids, env)
+    for layer, weights in zip(spec.layers, params.layers, strict=True):
+        alone = replace(spec, layers=(layer,))
+        x = jax.checkpoint(lambda w, x, alone=alone: decoder.run_layers((w,), alone, x, pools, batch, env)[0])(
+            weights, x
+        )
+    return rms_norm(x, params.norm, spec.norm_eps), targets, env
+
+
+def _batch(tokens: jax.Array, groups: int) -> Batch:
+    """Whole rows, one after the other; what lies behind a row's length is computed too, and seen by nothing before."""
+    rows, width = tokens.shape
+    row, ones = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, jnp.int32)
+    tables = own_blocks(rows, -(-width // BLOCK_SIZE))
+    return Batch(
+        token_ids=tokens.reshape(-1),
+        positions=jnp.tile(jnp.arange(width, dtype=jnp.int32), rows),
+        token_rows=jnp.repeat(row, width),
+        block_tables=jnp.broadcast_to(tables, (groups, *tables.shape)),
+        query_starts=row * width,
+        query_lens=ones * width,
+        context_lens=ones * width,
+        logit_tokens=row * width + (width - 1),
+        num_decode=jnp.int32(0),
+        num_rows=jnp.int32(rows),
+        num_tokens=jnp.int32(rows * width),
+    )
+
+
+def _by_columns(
+    params: DecoderParams, hidden: jax.Array, targets: jax.Array, spec: DecoderSpec, env: Env, entropy: bool
+) -> tuple[jax.Array, ...]:
+    """float32 [T] each: log-probabilities of ``targets``, and entropies if wanted."""
+    total = targets.shape[0]
+    size = min(HEAD_COLUMNS, total)
+    padding = -total % size
+    columns = jnp.pad(hidden, ((0, 0), (0, padding))).reshape(hidden.shape[0], -1, size).transpose(1, 0, 2)
+    share = Share(env.vocab_axis, spec.vocab)
+
+    @jax.checkpoint
+    def block(columns: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+        logits = decoder.logits(params, spec, columns, env)
+        found = target_logprobs(logits, targets, 0, share).logprobs
+        return (found, entropies(logits, share)) if entropy else (found,)
+
+    found = lax.map(lambda pair: block(*pair), (columns, jnp.pad(targets, (0, padding)).reshape(-1, size)))
+    return tuple(x.reshape(-1)[:total] for x in found)
+
+
+def _cut(x: jax.Array, shape: tuple[int, ...], lengths: jax.Array | None) -> jax.Array:
+    """[B * n] -> [B, n - 1], 0 behind each row's length."""
+    x = x.reshape(shape)[:, :-1]
+    if lengths is None:
+        return x
+    return jnp.where(jnp.arange(1, shape[1], dtype=jnp.int32)[None, :] < lengths[:, None], x, 0.0)
