@@ -17,7 +17,8 @@ class Env:
     this device's share, activations are whole, and what each device adds to them is summed explicitly.
 
     ``spread_experts``: a device holds some experts whole (expert parallel), not a share of each. ``vocab_axis``: what
-    the vocabulary is spread over.
+    the vocabulary is spread over. ``tile``: columns are computed so many at a time (``nn.tiles``), for results that do
+    not depend on how many there are, and every token is a decode row; None: all at once.
     """
 
     target: Target = CPU
@@ -25,6 +26,7 @@ class Env:
     axis: str | tuple[str, ...] | None = None
     spread_experts: bool = False
     vocab_axis: str | tuple[str, ...] | None = None
+    tile: int | None = None
 
     @property
     def for_vocab(self) -> Env:

@@ -14,6 +14,7 @@ from lmjax.models import decoder
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.batch import Batch
 from lmjax.nn.env import ALONE, Env
+from lmjax.nn.tiles import columns_of, isolated, over_tiles, put_columns
 from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.inputs import forward_layout
 from lmjax.runtime.state import apply_patches
@@ -40,7 +41,7 @@ def make_forward(
         token_ids, tokens = take_tokens(parts, tokens)
         batch = unpack_batch(parts, token_ids, tables)
         hidden, pools = decoder.forward(params, spec, pools, batch, env)
-        logits = decoder.logits(params, spec, hidden[:, batch.logit_tokens], env)
+        logits = head_of_rows(params, spec, hidden[:, batch.logit_tokens], batch.num_rows, env)
         prompt = None
         if key.prompt_logprobs:
 
@@ -48,10 +49,24 @@ def make_forward(
                 return decoder.logits(params, spec, columns, env)
 
             share = Share(env.vocab_axis, spec.vocab)
-            prompt = prompt_logprobs(head, hidden, parts, max_logprobs, share)
+            prompt = prompt_logprobs(head, hidden, parts, max_logprobs, share, env.tile)
         return logits, pools, tokens, tables, prompt
 
     return forward
+
+
+def head_of_rows(params: Any, spec: DecoderSpec, hidden: jax.Array, num_rows: jax.Array, env: Env) -> jax.Array:
+    """hidden [D, S], of which ``num_rows`` columns are in use -> logits float32 [V, S]."""
+    if env.tile is None:
+        return decoder.logits(params, spec, hidden, env)
+    tile, width = env.tile, hidden.shape[1]
+
+    def body(first: jax.Array, out: jax.Array) -> jax.Array:
+        return put_columns(out, decoder.logits(params, spec, columns_of(hidden, first, tile), env), first)
+
+    table = params.embed if spec.tie_embeddings else params.head
+    out = jnp.zeros((table.shape[0], width), jnp.float32)
+    return over_tiles(tile, width, num_rows, body, out, env.target)
 
 
 def take_tokens(parts: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -91,26 +106,42 @@ def pack_logprobs(token_ids: jax.Array, found: Logprobs) -> jax.Array:
     return jnp.concatenate([token_ids[:, None], bits[:, None], found.ranks[:, None], pairs], axis=1)
 
 
+def logprobs_alone(logits: jax.Array, targets: jax.Array, k: int, share: Share, num: jax.Array) -> Logprobs:
+    """``target_logprobs`` as code of its own: the same bits for sampled tokens and for a prompt's. num: int32 [], any
+    number of 0 or more."""
+    n = targets.shape[0]
+    zeros = Logprobs(
+        jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.int32), jnp.zeros((n, k), jnp.int32), jnp.zeros((n, k), jnp.float32)
+    )
+    return isolated(lambda: target_logprobs(logits, targets, k, share), zeros, num)
+
+
 def prompt_logprobs(
     head: Callable[[jax.Array], jax.Array],
     hidden: jax.Array,
     parts: dict[str, jax.Array],
     max_logprobs: int,
     share: Share,
+    tile: int | None = None,
 ) -> jax.Array:
     """hidden [D, T] of the step with these ``parts`` -> token rows [T, 3 + 2 k], of the tokens that want it.
 
-    ``head``: columns of hidden -> logits, of ``share``.
+    ``head``: columns of hidden -> logits, of ``share``. tile: as of ``Env``.
     """
     targets, span = parts["target_ids"], parts["header"][3:]
     num_tokens = hidden.shape[1]
-    size = min(PROMPT_LOGPROB_ROWS, num_tokens)
+    size = min(tile or PROMPT_LOGPROB_ROWS, num_tokens)
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(span[0] + i * jnp.int32(size), jnp.int32(num_tokens - size))
         columns = lax.dynamic_slice_in_dim(hidden, start, size, axis=1)
         wanted = lax.dynamic_slice_in_dim(targets, start, size)
-        rows = pack_logprobs(wanted, target_logprobs(head(columns), wanted, max_logprobs, share))
+        logits = head(columns)
+        if tile is None:
+            found = target_logprobs(logits, wanted, max_logprobs, share)
+        else:
+            found = logprobs_alone(logits, wanted, max_logprobs, share, span[0])
+        rows = pack_logprobs(wanted, found)
         return lax.dynamic_update_slice_in_dim(out, rows, start, axis=0)
 
     blocks = (span[1] - span[0] + jnp.int32(size - 1)) // jnp.int32(size)

@@ -131,7 +131,7 @@ def sample_program(shapes: Shapes, key: SampleKey) -> Program:
     if place:
         logits = place.place(logits, LOGITS)
     packed = shapes.everywhere(_ints(sample_layout(key.num_rows).size))
-    function = make_sample(key, shapes.max_logprobs, shapes.spec.vocab, shapes.env.vocab_axis)
+    function = make_sample(key, shapes.max_logprobs, shapes.spec.vocab, shapes.env.vocab_axis, shapes.env)
     if place:
         function = place.wrap_sample(function)
     return Program(key.name, function, (logits, state.tokens, state.sampling, packed), donate=(1,))
