@@ -20,6 +20,13 @@ from pallas_kernels.platform import Target
 CPU_TILE = 16  # whole vectors of any host; the width from which XLA:CPU's products are near their full speed
 GPU_TILE = 128  # up to it a product takes the time of reading its weights
 
+
+def least_width(target: Target) -> int:
+    """Columns that an array in tiles has at least. On a CPU two tiles: a slice of everything is none to XLA, and what
+    takes it would be fused otherwise than in wider programs. Tiles that are not used cost nothing."""
+    return 2 * CPU_TILE if target.platform == "cpu" else GPU_TILE
+
+
 State = TypeVar("State")
 
 
@@ -35,7 +42,7 @@ def over_tiles(
 
     On a card one tile is no loop: the host would have to wait for the number of turns, and could not plan ahead.
     """
-    assert width % tile == 0, (width, tile)
+    assert width % tile == 0 and width >= least_width(target), (width, tile)
     if width == tile and target.platform != "cpu":
         return body(jnp.int32(0), state)
     size = jnp.int32(tile)

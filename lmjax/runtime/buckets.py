@@ -51,19 +51,27 @@ class Buckets:
     Token buckets are 1, 4, 8 ... 64 and then 128, 256, 512, 2048, 8192, each below ``max_num_batched_tokens``, which is
     the last one. Where ``max_num_seqs`` is above 64, powers of two go on up to it, so that a step of decode rows
     alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``. With
-    ``multiple`` both are rounded up to multiples of it.
+    ``multiple`` and ``least`` both are rounded up to multiples of it that are no smaller.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_num_batched_tokens: int, samplers: Samplers = SAMPLERS, multiple: int = 1
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        samplers: Samplers = SAMPLERS,
+        multiple: int = 1,
+        least: int = 1,
     ):
         self._samplers = samplers
         budget = max_num_batched_tokens
         decode = [2**i for i in range(7, 32) if 2**i < max_num_seqs] + [max_num_seqs]
         tokens = {*SMALL_TOKENS, *decode, *(t for t in MIXED_TOKENS if t > max_num_seqs), budget}
-        tokens = {-(-t // multiple) * multiple for t in tokens if t <= budget}
-        self.token_buckets = tuple(sorted(tokens))
-        most_rows = -(-max_num_seqs // multiple) * multiple
+
+        def rounded(n: int) -> int:
+            return max(-(-n // multiple) * multiple, least)
+
+        self.token_buckets = tuple(sorted({rounded(t) for t in tokens if t <= budget}))
+        most_rows = rounded(max_num_seqs)
         self.forward = tuple(ForwardKey(t, min(t, most_rows)) for t in self.token_buckets)
         last = self.forward[-1]
         self.prompt_logprobs = ForwardKey(last.num_tokens, last.num_rows, prompt_logprobs=True)

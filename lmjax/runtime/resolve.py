@@ -14,7 +14,7 @@ from lmjax.models import decoder
 from lmjax.models.registry import dtype_from_hf, spec_from_hf
 from lmjax.models.spec import DecoderSpec, MoeSpec
 from lmjax.nn.env import ALONE, Env
-from lmjax.nn.tiles import tile_width
+from lmjax.nn.tiles import least_width, tile_width
 from lmjax.parallel.placement import Placement
 from lmjax.parallel.split import Degree, SplitError, spread
 from lmjax.runtime.buckets import GPU_SAMPLERS, SAMPLERS, Buckets, ForwardKey
@@ -95,9 +95,11 @@ class Resolved:
         """Those of one step. With pipeline stages as many are under way, and they share the limits."""
         budget = min(self.num_batched, self.num_seqs * max_model_len)
         stages, samplers = self.spec.stages, GPU_SAMPLERS if self.platform == "gpu" else SAMPLERS
-        if self.env.tile is not None:
-            samplers = SAMPLERS  # what draws at random has one program
-        return Buckets(-(-self.num_seqs // stages), -(-budget // stages), samplers, self.env.tile or 1)
+        seqs, tokens = -(-self.num_seqs // stages), -(-budget // stages)
+        if self.env.tile is None:
+            return Buckets(seqs, tokens, samplers)
+        # one program for all that is drawn at random, whatever its neighbours ask for
+        return Buckets(seqs, tokens, SAMPLERS, self.env.tile, least_width(self.env.target))
 
 
 def resolve(
@@ -127,7 +129,7 @@ def resolve(
         dtype=dtype,
         kv_specs=decoder.kv_specs(spec, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
         num_seqs=config.max_num_seqs or (256 if platform == "gpu" else 64),
-        num_batched=_token_budget(config, spec, platform, env.tile or 1),
+        num_batched=_token_budget(config, spec, platform, env),
         env=env,
         placement=placement,
     )
@@ -182,11 +184,12 @@ def _dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:
     return dtype_from_hf(source.config) or "bfloat16"
 
 
-def _token_budget(config: EngineConfig, spec: DecoderSpec, platform: str, multiple: int) -> int:
-    wanted = config.max_num_batched_tokens
-    if wanted is not None and wanted % multiple:
+def _token_budget(config: EngineConfig, spec: DecoderSpec, platform: str, env: Env) -> int:
+    wanted, multiple = config.max_num_batched_tokens, env.tile or 1
+    if wanted is not None and env.tile and (wanted % multiple or wanted < least_width(env.target)):
         raise ConfigError(
-            f"--max-num-batched-tokens: got {wanted}, must be a multiple of {multiple} with --deterministic"
+            f"--max-num-batched-tokens: got {wanted}, must be a multiple of {multiple} from "
+            f"{least_width(env.target)} on with --deterministic"
         )
     if config.enable_chunked_prefill:
         return config.max_num_batched_tokens or (2048 if platform == "gpu" else 512)
