@@ -79,6 +79,7 @@ class EngineConfig:
     attention_backend: str = _opt(
         "auto", "kernels of attention; auto: Triton on a card of capability 8.0 or above, XLA elsewhere", BACKENDS
     )
+    deterministic: bool = _opt(False, "a request's tokens and log-probabilities, to the bit, whatever runs beside it")
     step_timeout: float | None = _opt(
         None,
         "seconds after which an unfinished step is hung and ends the engine; 0: never (default: 60, on GPUs of several "
@@ -136,6 +137,11 @@ class EngineConfig:
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("--long-prefill-token-threshold needs chunked prefill, which is switched off")
+        if self.deterministic and self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "--deterministic: got --pipeline-parallel-size "
+                f"{self.pipeline_parallel_size}, must be 1: a tick computes steps of several sizes in one program"
+            )
         if not self.enable_chunked_prefill and self.pipeline_parallel_size > 1:
             raise ConfigError("--pipeline-parallel-size needs chunked prefill, which is switched off")
         self._validate_hosts()

@@ -32,6 +32,7 @@ from lmjax.nn.mlp import gated_mlp
 from lmjax.nn.moe import moe_mlp, shared_expert
 from lmjax.nn.norm import rms_norm
 from lmjax.nn.rope import rope_tables
+from lmjax.nn.tiles import batch_of_tile, over_tiles, put_columns
 from lmjax.types import KVSpec
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
@@ -77,9 +78,30 @@ def forward(
     Donate the pools: they are then updated in place. Hidden states of padding tokens are finite and mean nothing.
     With axes in ``env`` parameters, spec and pools are one device's share; the result is whole on every device.
     """
+    if env.tile is not None:
+        return _forward_in_tiles(params, spec, pools, batch, env, env.tile)
+    return _forward(params, spec, pools, batch, env)
+
+
+def _forward(params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch, env: Env) -> tuple[jax.Array, Pools]:
     x = embed(params, batch.token_ids, env)
     x, pools = run_layers(params.layers, spec, x, pools, batch, env)
     return rms_norm(x, params.norm, spec.norm_eps), pools
+
+
+def _forward_in_tiles(
+    params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch, env: Env, tile: int
+) -> tuple[jax.Array, Pools]:
+    """The whole model for some tokens, then for the next: those before have written their keys and values."""
+    width = batch.token_ids.shape[0]
+
+    def body(first: jax.Array, state: tuple[jax.Array, Pools]) -> tuple[jax.Array, Pools]:
+        hidden, pools = state
+        own, pools = _forward(params, spec, pools, batch_of_tile(batch, first, tile), env)
+        return put_columns(hidden, own, first), pools
+
+    hidden = jnp.zeros((spec.hidden, width), params.norm.dtype)
+    return over_tiles(tile, width, batch.num_tokens, body, (hidden, pools), env.target)
 
 
 def run_layers(
@@ -275,6 +297,7 @@ def paged(
         num_tokens=batch.num_tokens,
         scale=a.scale,
         window=a.window,
+        one_token_rows=env.tile is not None,
         target=env.target,
         backend=env.attention,
     )

@@ -26,7 +26,9 @@ class Env:
     this device's share, activations are whole, and what each device adds to them is summed explicitly.
 
     ``spread_experts``: a device holds some experts whole (expert parallel), not a share of each. ``vocab_axis``: what
-    the vocabulary is spread over. ``forms``: None for those that serve.
+    the vocabulary is spread over. ``forms``: None for those that serve. ``tile``: columns are computed so many at a
+    time (``nn.tiles``), for results that do not depend on how many there are, and every token is a decode row; None:
+    all at once.
     """
 
     target: Target = CPU
@@ -35,6 +37,12 @@ class Env:
     spread_experts: bool = False
     vocab_axis: str | tuple[str, ...] | None = None
     forms: Forms | None = None
+    tile: int | None = None
+
+    @property
+    def branches(self) -> bool:
+        """Whether a program may skip what nobody asks for. On a card the host would wait for the condition."""
+        return self.target.platform == "cpu"
 
     @property
     def for_vocab(self) -> Env:

@@ -53,7 +53,8 @@ class Buckets:
 
     Token buckets are 1, 4, 8 ... 64 and then 128, 256, 512, 2048, 8192, each below ``max_num_batched_tokens``, which is
     the last one. Where ``max_num_seqs`` is above 64, powers of two go on up to it, so that a step of decode rows
-    alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``.
+    alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``. With
+    ``multiple`` and ``least`` both are rounded up to multiples of it that are no smaller.
     """
 
     def __init__(
@@ -62,13 +63,20 @@ class Buckets:
         max_num_batched_tokens: int,
         samplers: Samplers = SAMPLERS,
         processed_logprobs: bool = False,
+        multiple: int = 1,
+        least: int = 1,
     ):
         self._samplers = samplers
         budget = max_num_batched_tokens
         decode = [2**i for i in range(7, 32) if 2**i < max_num_seqs] + [max_num_seqs]
         tokens = {*SMALL_TOKENS, *decode, *(t for t in MIXED_TOKENS if t > max_num_seqs), budget}
-        self.token_buckets = tuple(sorted(t for t in tokens if t <= budget))
-        self.forward = tuple(ForwardKey(t, min(t, max_num_seqs)) for t in self.token_buckets)
+
+        def rounded(n: int) -> int:
+            return max(-(-n // multiple) * multiple, least)
+
+        self.token_buckets = tuple(sorted({rounded(t) for t in tokens if t <= budget}))
+        most_rows = rounded(max_num_seqs)
+        self.forward = tuple(ForwardKey(t, min(t, most_rows)) for t in self.token_buckets)
         last = self.forward[-1]
         self.prompt_logprobs = ForwardKey(last.num_tokens, last.num_rows, True, processed_logprobs)
         self.row_buckets = tuple(sorted({key.num_rows for key in self.forward}))

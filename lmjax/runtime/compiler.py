@@ -27,20 +27,22 @@ class CompileAfterReadyError(RuntimeError):
 
 @dataclass(frozen=True)
 class Program:
-    """A function with the abstract arguments it is compiled for. ``donate``: positions of arguments it consumes."""
+    """A function with the abstract arguments it is compiled for. ``donate``: positions of arguments it consumes.
+    ``options``: XLA's that it is always compiled with, by name."""
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     def compile(self, options: dict[str, Any] | None = None) -> Any:
-        """For the devices that the arguments are placed on. options: XLA's, by name."""
+        """For the devices that the arguments are placed on. options: more of XLA's, by name."""
         # without this, XLA keeps unused arguments' buffers out of the call and their donation with them
         jitted = jax.jit(self.function, donate_argnums=self.donate, keep_unused=True)
         with self._traced_for():
             lowered = jitted.lower(*self.arguments)
-        return lowered.compile(compiler_options=options)
+        return lowered.compile(compiler_options={**dict(self.options), **(options or {})} or None)
 
     def _traced_for(self) -> Any:
         """From jax 0.11 the abstract mesh tells Pallas which card a kernel is lowered for."""

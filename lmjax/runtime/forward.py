@@ -14,6 +14,7 @@ from lmjax.models import decoder
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.batch import Batch
 from lmjax.nn.env import ALONE, Env
+from lmjax.nn.tiles import columns_of, isolated, over_tiles, put_columns
 from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.inputs import forward_layout
 from lmjax.runtime.state import apply_patches
@@ -42,7 +43,7 @@ def make_forward(
         token_ids, tokens = take_tokens(parts, tokens)
         batch = unpack_batch(parts, token_ids, tables)
         hidden, pools = decoder.forward(params, spec, pools, batch, env)
-        logits = decoder.logits(params, spec, hidden[:, batch.logit_tokens], env)
+        logits = head_of_rows(params, spec, hidden[:, batch.logit_tokens], batch.num_rows, env)
         prompt = None
         if key.prompt_logprobs:
 
@@ -50,10 +51,24 @@ def make_forward(
                 return decoder.logits(params, spec, columns, env)
 
             share = Share(env.vocab_axis, spec.vocab)
-            prompt = prompt_logprobs(head, hidden, parts, max_logprobs, share)
+            prompt = prompt_logprobs(head, hidden, parts, max_logprobs, share, env)
         return logits, pools, tokens, tables, prompt
 
     return forward
+
+
+def head_of_rows(params: Any, spec: DecoderSpec, hidden: jax.Array, num_rows: jax.Array, env: Env) -> jax.Array:
+    """hidden [D, S], of which ``num_rows`` columns are in use -> logits float32 [V, S]."""
+    if env.tile is None:
+        return decoder.logits(params, spec, hidden, env)
+    tile, width = env.tile, hidden.shape[1]
+
+    def body(first: jax.Array, out: jax.Array) -> jax.Array:
+        return put_columns(out, decoder.logits(params, spec, columns_of(hidden, first, tile), env), first)
+
+    table = params.embed if spec.tie_embeddings else params.head
+    out = jnp.zeros((table.shape[0], width), jnp.float32)
+    return over_tiles(tile, width, num_rows, body, out, env.target)
 
 
 def take_tokens(parts: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,22 +108,43 @@ def pack_logprobs(token_ids: jax.Array, found: Logprobs) -> jax.Array:
     return jnp.concatenate([token_ids[:, None], bits[:, None], found.ranks[:, None], pairs], axis=1)
 
 
+def logprobs_alone(logits: jax.Array, targets: jax.Array, k: int, share: Share, num: jax.Array) -> Logprobs:
+    """``target_logprobs`` as code of its own: the same bits for sampled tokens and for a prompt's. num: int32 [], any
+    number of 0 or more."""
+    n = targets.shape[0]
+    zeros = Logprobs(
+        jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.int32), jnp.zeros((n, k), jnp.int32), jnp.zeros((n, k), jnp.float32)
+    )
+    return isolated(lambda: target_logprobs(logits, targets, k, share), zeros, num)
+
+
+def _entropies(logits: jax.Array, wanted: jax.Array, share: Share, branches: bool) -> jax.Array:
+    """Bits of the entropies, int32 [n]; with branches 0 where they are not ``wanted`` (bool [])."""
+    if branches:
+        zeros = jnp.zeros(logits.shape[1], jnp.float32)
+        found = lax.cond(wanted, lambda: entropies(logits, share), lambda: zeros)
+    else:
+        found = entropies(logits, share)
+    return lax.bitcast_convert_type(found, jnp.int32)
+
+
 def prompt_logprobs(
     head: Callable[[jax.Array], jax.Array],
     hidden: jax.Array,
     parts: dict[str, jax.Array],
     max_logprobs: int,
     share: Share,
+    env: Env,
 ) -> jax.Array:
     """hidden [D, T] of the step with these ``parts`` -> token rows [T, 3 + 2 k] and, as one more column, the bits of
     the entropy (0 where the step wants none), of the tokens that want it.
 
     ``head``: columns of hidden -> logits, of ``share``. Where the parts have ``params`` (of the rows), temperature and
-    filters are applied.
+    filters are applied. ``env``: of all the code.
     """
-    targets, span = parts["target_ids"], parts["header"][3:]
+    targets, span, tile = parts["target_ids"], parts["header"][3:], env.tile
     num_tokens = hidden.shape[1]
-    size = min(PROMPT_LOGPROB_ROWS, num_tokens)
+    size = min(tile or PROMPT_LOGPROB_ROWS, num_tokens)
     wanted_entropy = parts["entropy"][0] != 0
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -118,11 +154,13 @@ def prompt_logprobs(
         logits = head(columns)
         if "params" in parts:
             rows = lax.dynamic_slice_in_dim(parts["token_rows"], start, size)
-            logits = filtered(logits, unpack_rows(parts["params"][rows]), share)
-        packed = pack_logprobs(wanted, target_logprobs(logits, wanted, max_logprobs, share))
-        entropy = lax.cond(wanted_entropy, lambda: entropies(logits, share), lambda: jnp.zeros(size, jnp.float32))
-        entropy = lax.bitcast_convert_type(entropy, jnp.int32)
-        packed = jnp.concatenate([packed, entropy[:, None]], axis=1)
+            logits = filtered(logits, unpack_rows(parts["params"][rows]), share, env.branches)
+        if tile is None:
+            found = target_logprobs(logits, wanted, max_logprobs, share)
+        else:
+            found = logprobs_alone(logits, wanted, max_logprobs, share, span[0])
+        entropy = _entropies(logits, wanted_entropy, share, env.branches)
+        packed = jnp.concatenate([pack_logprobs(wanted, found), entropy[:, None]], axis=1)
         return lax.dynamic_update_slice_in_dim(out, packed, start, axis=0)
 
     blocks = (span[1] - span[0] + jnp.int32(size - 1)) // jnp.int32(size)

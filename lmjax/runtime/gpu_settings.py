@@ -15,6 +15,9 @@ import logging
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import Any
+
+from lmjax.nn.env import Env
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,20 @@ def settings(gpu_memory_utilization: float) -> tuple[Setting, ...]:
             "ranks reach their first collective minutes apart where one has to compile; XLA would end them after 40 s",
         ),
     )
+
+
+# of every program of --deterministic, beside whatever XLA_FLAGS says
+DETERMINISTIC = (
+    # timings decide what autotuning takes: another start, or another replica, could take another kernel or split K
+    ("xla_gpu_autotune_level", 0),
+    # no atomic additions of floats, whose order is that of arrival
+    ("xla_gpu_exclude_nondeterministic_ops", True),
+)
+
+
+def program_options(env: Env) -> tuple[tuple[str, Any], ...]:
+    """XLA's options of one forward or sample program."""
+    return DETERMINISTIC if env.tile is not None and env.target.platform == "cuda" else ()
 
 
 SEVERAL_HOSTS = Setting(

@@ -35,6 +35,7 @@ def identity(resolved: Resolved, devices: list[jax.Device]) -> dict[str, str]:
         "--tensor-parallel-size": str(resolved.degree.tp),
         "--pipeline-parallel-size": str(resolved.degree.pp),
         "--enable-expert-parallel": str(resolved.env.spread_experts),
+        "--deterministic": str(resolved.env.tile is not None),
         "attention": str(resolved.env.attention),
         "model": f"{spec.model_type} of {len(spec.layers)} layers, {digest(repr(replace(spec, max_len=0)))}",
         "--max-model-len": str(spec.max_len),

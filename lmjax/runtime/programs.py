@@ -14,6 +14,7 @@ from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import ALONE, Env
 from lmjax.parallel.placement import Placement
 from lmjax.parallel.rules import LOGITS, POOL, REPLICATED, STAGES
+from lmjax.runtime import gpu_settings
 from lmjax.runtime.buckets import Buckets, ForwardKey, SampleKey
 from lmjax.runtime.compiler import Program
 from lmjax.runtime.forward import make_forward
@@ -123,7 +124,8 @@ def forward_program(shapes: Shapes, key: ForwardKey) -> Program:
     if place:
         function = place.wrap_forward(function, shapes.spec, shapes.num_groups)
     arguments = (shapes.params(), shapes.pools(), state.tokens, *own, packed)
-    return Program(key.name, function, arguments, donate=tuple(range(1, 3 + len(own))))
+    donate = tuple(range(1, 3 + len(own)))
+    return Program(key.name, function, arguments, donate, gpu_settings.program_options(shapes.env))
 
 
 def sample_program(shapes: Shapes, key: SampleKey) -> Program:
@@ -132,13 +134,11 @@ def sample_program(shapes: Shapes, key: SampleKey) -> Program:
     if place:
         logits = place.place(logits, LOGITS)
     packed = shapes.everywhere(_ints(sample_layout(key.num_rows).size))
-    branches = shapes.env.target.platform == "cpu"
-    function = make_sample(
-        key, shapes.max_logprobs, shapes.spec.vocab, shapes.env.vocab_axis, branches, shapes.processed_logprobs
-    )
+    function = make_sample(key, shapes.max_logprobs, shapes.spec.vocab, shapes.env, shapes.processed_logprobs)
     if place:
         function = place.wrap_sample(function)
-    return Program(key.name, function, (logits, state.tokens, state.sampling, packed), donate=(1,))
+    arguments = (logits, state.tokens, state.sampling, packed)
+    return Program(key.name, function, arguments, (1,), gpu_settings.program_options(shapes.env))
 
 
 def all_programs(shapes: Shapes, buckets: Buckets) -> dict[Hashable, Program]:

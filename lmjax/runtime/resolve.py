@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from lmjax.models import decoder
 from lmjax.models.registry import dtype_from_hf, spec_from_hf
 from lmjax.models.spec import DecoderSpec, MoeSpec
 from lmjax.nn.env import ALONE, Env
+from lmjax.nn.tiles import least_width, tile_width
 from lmjax.parallel.placement import Placement
 from lmjax.parallel.split import Degree, SplitError, spread
 from lmjax.runtime.buckets import GPU_SAMPLERS, SAMPLERS, Buckets, ForwardKey
@@ -99,7 +100,11 @@ class Resolved:
         """Those of one step. With pipeline stages as many are under way, and they share the limits."""
         budget = min(self.num_batched, self.num_seqs * max_model_len)
         stages, samplers = self.spec.stages, GPU_SAMPLERS if self.platform == "gpu" else SAMPLERS
-        return Buckets(-(-self.num_seqs // stages), -(-budget // stages), samplers, self.processed_logprobs)
+        seqs, tokens, processed = -(-self.num_seqs // stages), -(-budget // stages), self.processed_logprobs
+        if self.env.tile is None:
+            return Buckets(seqs, tokens, samplers, processed)
+        # one program for all that is drawn at random, whatever its neighbours ask for
+        return Buckets(seqs, tokens, SAMPLERS, processed, self.env.tile, least_width(self.env.target))
 
 
 def resolve(
@@ -118,6 +123,8 @@ def resolve(
         raise ConfigError(f"--enable-expert-parallel: a {spec.model_type} model has no experts")
     if placement:
         spec = spread_spec(spec, placement.degree)
+    if config.deterministic:
+        env = replace(env, tile=tile_width(env.target))
     dtype = _dtype(config, source, platform)
     resolved = Resolved(
         config=config,
@@ -127,7 +134,7 @@ def resolve(
         dtype=dtype,
         kv_specs=decoder.kv_specs(spec, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
         num_seqs=config.max_num_seqs or (256 if platform == "gpu" else 64),
-        num_batched=_token_budget(config, spec, platform),
+        num_batched=_token_budget(config, spec, platform, env),
         env=env,
         placement=placement,
     )
@@ -182,7 +189,13 @@ def _dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:
     return dtype_from_hf(source.config) or "bfloat16"
 
 
-def _token_budget(config: EngineConfig, spec: DecoderSpec, platform: str) -> int:
+def _token_budget(config: EngineConfig, spec: DecoderSpec, platform: str, env: Env) -> int:
+    wanted, multiple = config.max_num_batched_tokens, env.tile or 1
+    if wanted is not None and env.tile and (wanted % multiple or wanted < least_width(env.target)):
+        raise ConfigError(
+            f"--max-num-batched-tokens: got {wanted}, must be a multiple of {multiple} from "
+            f"{least_width(env.target)} on with --deterministic"
+        )
     if config.enable_chunked_prefill:
         return config.max_num_batched_tokens or (2048 if platform == "gpu" else 512)
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < spec.max_len:
@@ -190,7 +203,7 @@ def _token_budget(config: EngineConfig, spec: DecoderSpec, platform: str) -> int
             f"--max-num-batched-tokens: got {config.max_num_batched_tokens}, must be at least the context length "
             f"({spec.max_len}) where chunked prefill is switched off"
         )
-    return config.max_num_batched_tokens or spec.max_len
+    return config.max_num_batched_tokens or -(-spec.max_len // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def make_tick(
         if key.prompt_logprobs:
             # of all tokens at once, not in every turn of the loop over them
             last = from_last(x)
-            prompt = prompt_logprobs(head, last, leaving, max_logprobs, Share(env.vocab_axis, spec.vocab))
+            prompt = prompt_logprobs(head, last, leaving, max_logprobs, Share(env.vocab_axis, spec.vocab), env)
             logits = head(last[:, leaving["logit_tokens"]])
         else:
             logits = head(from_last(x[:, leaving["logit_tokens"]]))

@@ -1,4 +1,4 @@
-"""The parameter rows on the device, and each row's one uniform number."""
+"""The parameter rows on the device, and each row's two uniform numbers."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ def unpack_rows(params: jax.Array) -> Rows:
     return Rows(*(lax.bitcast_convert_type(c, _DTYPES[kind]) for c, (_, kind) in zip(columns, FIELDS, strict=True)))
 
 
-def uniform(rows: Rows, positions: jax.Array) -> jax.Array:
-    """float32 [S] in [0, 1): a function of (seed, sample index, position) alone, 24 bits.
+def uniforms(rows: Rows, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two numbers float32 [S] in [0, 1): functions of (seed, sample index, position) alone, 24 bits each.
 
     Threefry-2x32 (Salmon et al., 2011) in two steps through ``fold_in``: block (0, sample index) under the seed as
-    key, then block (0, position) under the result. ``fold_in`` does not depend on ``jax_threefry_partitionable``.
+    key, then block (0, position) under the result, whose two words they are. ``fold_in`` does not depend on
+    ``jax_threefry_partitionable``.
     """
     fold = jax.vmap(jax.random.fold_in)
     seeds = jnp.stack([rows.seed_high, rows.seed_low], axis=1)
     keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
-    keys = fold(fold(keys, rows.sample_index), positions)
-    bits = jax.random.key_data(keys)[:, 0]
-    return (bits >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+    words = jax.random.key_data(fold(fold(keys, rows.sample_index), positions))
+    first, second = (words >> jnp.uint32(8)).astype(jnp.float32).T * jnp.float32(2.0**-24)
+    return first, second

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from lmjax.sampling.filters import NUM_CANDIDATES, thresholds, weights_of
 from lmjax.sampling.logprobs import processed, target_logprobs
 from lmjax.sampling.params import FILTERED, FLAG_RANDOM, FULL, GREEDY
 from lmjax.sampling.processors import process
-from lmjax.sampling.rows import Rows, uniform, unpack_rows
+from lmjax.sampling.rows import Rows, uniforms, unpack_rows
 from lmjax.sampling.share import WHOLE, Share
 
 
@@ -31,10 +31,12 @@ def _draw(
     best: jax.Array,
     inv_temperature: jax.Array,
     threshold: jax.Array,
-    u: jax.Array,
+    uniforms: tuple[jax.Array, jax.Array],
     share: Share = WHOLE,
 ) -> jax.Array:
-    """Two-level inverse CDF: the token ids [S] at ``u`` [S] of the total weight, or negative if nothing has weight.
+    """Two-level inverse CDF: token ids [S], or negative if nothing has weight. ``uniforms``: [S] each; the first chooses
+    the chunk by its share of the total weight, the second the token by its share of the chunk's. One number for both
+    would have all tokens' bounds in one row: 50,000 places where the last bits of the logits decide, instead of 500.
 
     ``chunked`` [C, CHUNK, S] processed logits (of ``share``), ``best`` [S] their maxima, ``threshold`` [S] the
     smallest logit that may be drawn. Sums of chunks first, then only inside the chosen chunk: no scan over the
@@ -45,16 +47,14 @@ def _draw(
     weights = weights_of(chunked, best.reshape(wide), inv_temperature.reshape(wide), threshold.reshape(wide))
     sums = gather_sums(weights.sum(axis=1), share)  # [C, S]
     cumulative = jnp.cumsum(sums, axis=0)
-    target = u * cumulative[-1]
-    chunk = first_above(cumulative, sums, target, axis=0)
+    chunk = first_above(cumulative, sums, uniforms[0] * cumulative[-1], axis=0)
     found = jnp.maximum(chunk, jnp.int32(0))
-    before = jnp.take_along_axis(cumulative, jnp.maximum(found - jnp.int32(1), jnp.int32(0))[None, :], axis=0)[0]
-    rest = target - jnp.where(found > 0, before, jnp.float32(0))
 
     def find(chunk: jax.Array) -> jax.Array:
         scores = take_chunk(chunked, chunk)  # [S, CHUNK]
         inside = weights_of(scores, best[:, None], inv_temperature[:, None], threshold[:, None])
-        return first_above(jnp.cumsum(inside, axis=1), inside, rest, axis=1)
+        cumulative = jnp.cumsum(inside, axis=1)
+        return first_above(cumulative, inside, uniforms[1] * cumulative[:, -1], axis=1)
 
     offset = share.from_owner(found, chunked.shape[0], find)
     return jnp.where((chunk < 0) | (offset < 0), jnp.int32(-1), found * jnp.int32(CHUNK) + offset)
@@ -83,7 +83,7 @@ def _choose(
     threshold = rows.min_p_gap  # -inf: all
     if level >= FILTERED:
         threshold = thresholds(scores, best, rows, num_candidates, share, branches)
-    drawn = _draw(chunked, best, rows.inv_temperature, threshold, uniform(rows, positions), share)
+    drawn = _draw(chunked, best, rows.inv_temperature, threshold, uniforms(rows, positions), share)
     tokens = jnp.where(rows.has(FLAG_RANDOM) & (drawn >= 0), drawn, token)
     if level < FULL:
         return tokens, processed(scores, best, threshold, rows.inv_temperature)
@@ -92,7 +92,7 @@ def _choose(
     return tokens, processed(scores, best, threshold, rows.inv_temperature)
 
 
-def sample(
+def choose(
     logits: jax.Array,
     params: jax.Array,
     slots: jax.Array,
@@ -101,13 +101,12 @@ def sample(
     state: jax.Array,
     *,
     level: int,
-    max_logprobs: int,
     num_candidates: int = NUM_CANDIDATES,
     share: Share = WHOLE,
     branches: bool = True,
     processed_logprobs: bool = False,
-) -> SampleOut:
-    """Draw one token a row.
+) -> tuple[jax.Array, jax.Array]:
+    """Draw one token a row: token ids int32 [S], and the logits [V, S] that their log-probabilities are taken of.
 
     Args:
       logits: float32 [V, S], finite or -inf; [V_local, S] of a ``share`` with an axis, where all else is whole.
@@ -117,7 +116,6 @@ def sample(
       tokens: int32 [slots + 1, L], all token ids so far (read at level 3 only).
       state: int32 [slots + 1, state_row_size(V)], rows of ``params.encode_state`` (read at level 3 only).
       level: static; at least ``params.feature_level`` of every row. A higher one draws the same tokens.
-      max_logprobs: static; 0 for no log-probabilities, else how many of the most likely tokens come with them.
       num_candidates: static; how many of the largest logits the filters look at before they bisect. Without branches
         they look at none.
       share: static; which part of the vocabulary is on this device.
@@ -128,15 +126,30 @@ def sample(
     """
     assert share.axis is None or logits.shape[0] % CHUNK == 0, logits.shape
     if level == GREEDY:
-        _, token_ids = best_token(to_chunks(logits, CHUNK), share)
-        drawn_from = logits
-    else:
-        rows = unpack_rows(params)
-        scores = logits
-        if level == FULL:
-            scores = process(logits, rows, slots, positions, tokens, state, share, branches)
-        token_ids, drawn_from = _choose(logits, scores, rows, positions, level, num_candidates, share, branches)
+        return best_token(to_chunks(logits, CHUNK), share)[1], logits
+    rows = unpack_rows(params)
+    scores = logits
+    if level == FULL:
+        scores = process(logits, rows, slots, positions, tokens, state, share, branches)
+    token_ids, drawn_from = _choose(logits, scores, rows, positions, level, num_candidates, share, branches)
+    return token_ids, drawn_from if processed_logprobs else logits
+
+
+def sample(
+    logits: jax.Array,
+    params: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    tokens: jax.Array,
+    state: jax.Array,
+    *,
+    max_logprobs: int,
+    share: Share = WHOLE,
+    **static: Any,
+) -> SampleOut:
+    """``choose``, and log-probabilities with the ``max_logprobs`` (static) most likely tokens; 0: none. Arguments as
+    there."""
+    token_ids, shown = choose(logits, params, slots, positions, tokens, state, share=share, **static)
     if max_logprobs == 0:
         return SampleOut(token_ids)
-    shown = drawn_from if processed_logprobs else logits
     return SampleOut(token_ids, *target_logprobs(shown, token_ids, max_logprobs, share))

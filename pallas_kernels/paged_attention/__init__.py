@@ -38,6 +38,7 @@ def paged_attention(
     sinks: jax.Array | None = None,  # float32 [N]  a logit per head that joins the softmax's denominator (GPT-OSS)
     alibi: jax.Array | None = None,  # float32 [N]  slopes: logits += slope * (key position - query position)
     kv_scales: jax.Array | None = None,  # float32 [L, 2, blocks, K, B]  stored number * scale = value (1-byte pools)
+    one_token_rows: bool = False,  # static; all rows are decode rows, and bits do not depend on how many there are
     target: Target = CPU,
     backend: Backend = "auto",
 ) -> jax.Array:
@@ -69,6 +70,7 @@ def paged_attention(
         sinks=sinks,
         alibi=alibi,
         kv_scales=kv_scales,
+        one_token_rows=one_token_rows,
         target=target,
     )
 

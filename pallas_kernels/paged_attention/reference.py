@@ -19,6 +19,7 @@ from pallas_kernels.platform import CPU, Target
 TILES = (256, 64)
 TILE_BLOCKS = 16  # KV blocks a tile takes in at once
 WHOLE_CHUNK = 2  # times as many where nothing is masked
+ROWS_AT_ONCE = 8  # where bits must not depend on the batch: a fixed number
 GATHER = 128  # decode rows x blocks in one gather: larger spills the cache, smaller loses to loop overhead
 
 
@@ -142,6 +143,33 @@ def _decode(
     return _result(lax.fori_loop(low, high, body, _start(q.shape[:3], q.shape[3])), logits.sinks)
 
 
+def _few_at_a_time(
+    q: jax.Array,  # [T, K, G, H] scaled
+    pool: jax.Array,
+    layer: int | jax.Array,
+    tables: jax.Array,  # int32 [T, P]
+    positions: jax.Array,  # int32 [T]
+    num_tokens: jax.Array,  # int32 []
+    window: int | None,
+    logits: _Logits,
+) -> jax.Array:
+    """``_decode`` of a fixed number of tokens in a loop: one code whatever T, bounded by their contexts. A chunk
+    of keys begins at a fixed position, and one that a token does not see leaves its sums as they are."""
+    size = min(ROWS_AT_ONCE, q.shape[0])
+    assert q.shape[0] % size == 0, q.shape
+
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        first = i * jnp.int32(size)
+        own, own_tables, at = (lax.dynamic_slice_in_dim(x, first, size) for x in (q, tables, positions))
+        at = jnp.where(first + jnp.arange(size, dtype=jnp.int32) < num_tokens, at, -1)
+        return lax.dynamic_update_slice_in_dim(
+            out, _decode(own, pool, layer, own_tables, at, window, logits), first, axis=0
+        )
+
+    turns = (num_tokens + jnp.int32(size - 1)) // jnp.int32(size)
+    return lax.fori_loop(jnp.zeros_like(turns), turns, body, jnp.zeros_like(q))
+
+
 def _prefill(
     q: jax.Array,  # [T, K, G, H] scaled
     out: jax.Array,  # [T, K, G, H]  written where a row has tokens
@@ -243,6 +271,7 @@ def paged_attention_xla(
     sinks: jax.Array | None = None,
     alibi: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
+    one_token_rows: bool = False,
     target: Target = CPU,
 ) -> jax.Array:
     """Same arguments as ``pallas_kernels.paged_attention.paged_attention``."""
@@ -252,6 +281,9 @@ def paged_attention_xla(
     sinks, alibi = (None if x is None else x.reshape(kv_heads, heads // kv_heads) for x in (sinks, alibi))
     logits = _Logits(soft_cap, sinks, alibi, kv_scales)
     scaled = (q.astype(jnp.float32) * jnp.float32(scale)).reshape(tokens, kv_heads, heads // kv_heads, dim)
+    if one_token_rows:
+        out = _few_at_a_time(scaled, pool, layer, block_tables[token_rows], positions, num_tokens, window, logits)
+        return out.reshape(tokens, heads, dim).astype(q.dtype)
     if tokens < 16:  # few tokens: each walks its own blocks, and the tile loop need not be compiled
         real = jnp.arange(tokens, dtype=jnp.int32) < num_tokens
         out = _decode(scaled, pool, layer, block_tables[token_rows], jnp.where(real, positions, -1), window, logits)

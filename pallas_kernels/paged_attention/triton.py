@@ -34,11 +34,12 @@ def paged_attention_triton(
     sinks: jax.Array | None = None,
     alibi: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
+    one_token_rows: bool = False,
     target: Target,
     decode: Callable[..., jax.Array] = decode_triton,
 ) -> jax.Array:
     """Same arguments as ``pallas_kernels.paged_attention.paged_attention``; ``decode``: the body for decode rows."""
-    tokens, few = q.shape[0], q.shape[0] <= FEW
+    tokens, few = q.shape[0], one_token_rows or q.shape[0] <= FEW
     shared: dict[str, Any] = {
         "scale": scale,
         "window": window,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmjax.core.plan import SlotLoad
+from lmjax.sampling.chunks import CHUNK
 from lmjax.sampling.params import NUM_PARAMS, encode_params, encode_state, feature_level, state_row_size
 from lmjax.sampling.sampler import SampleOut, sample
 from lmjax.types import SamplingParams
@@ -67,10 +68,11 @@ def threefry2x32(key, block):
 
 
 @functools.cache
-def reference_uniform(seed: int, index: int, position: int) -> float:
+def reference_uniforms(seed: int, index: int, position: int) -> tuple[float, float]:
     seed %= 2**64
     key = threefry2x32((seed >> 32, seed & 0xFFFFFFFF), (0, index))
-    return (threefry2x32(key, (0, position))[0] >> 8) / 2**24
+    first, second = threefry2x32(key, (0, position))
+    return (first >> 8) / 2**24, (second >> 8) / 2**24
 
 
 def processed(logits: np.ndarray, load: SlotLoad) -> np.ndarray:
@@ -124,6 +126,9 @@ def check_draw(logits: np.ndarray, load: SlotLoad, token: int, tolerance: float 
         return
     assert kept[token], (token, p)
     probs = np.where(kept, np.exp((z - z.max()) / p.temperature), 0.0)
-    edges = np.concatenate([[0.0], np.cumsum(probs / probs.sum())])
-    u = reference_uniform(load.seed, load.sample_index, len(load.history))
-    assert edges[token] - tolerance <= u <= edges[token + 1] + tolerance, (token, u, edges[token], edges[token + 1])
+    chunks = np.pad(probs, (0, -len(probs) % CHUNK)).reshape(-1, CHUNK)
+    inside = chunks[token // CHUNK]
+    uniforms = reference_uniforms(load.seed, load.sample_index, len(load.history))
+    for weights, at, u in zip((chunks.sum(axis=1), inside), divmod(token, CHUNK), uniforms, strict=True):
+        edges = np.concatenate([[0.0], np.cumsum(weights / weights.sum())])
+        assert edges[at] - tolerance <= u <= edges[at + 1] + tolerance, (token, u, edges[at], edges[at + 1])
