@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from lmjax.models.params import DecoderParams, layer_of, map_named, named_leaves
 from lmjax.models.spec import DecoderSpec
+from lmjax.runtime.platform import no_context_mesh
 from lmjax.weights.pytree import Made, build, layout_of, making, to_hf
 from lmjax.weights.trees import Leaf, Names, read_tree
 
@@ -84,6 +85,10 @@ class Adapter:
 
         Numbers are rounded to nearest even; what is beyond float16 becomes infinite. Raises ``WeightError``.
         """
+        with no_context_mesh():
+            return self._adapt(tree, names)
+
+    def _adapt(self, tree: Any, names: Names | None) -> Adapted:
         begin = time.perf_counter()
         kept, missing = self._plan(tree, names)
         groups: dict[int | None, list[str]] = {}
@@ -173,8 +178,8 @@ class Adapter:
         return dict(zip(sources, done, strict=True))
 
     def _on_devices(self, array: Any) -> jax.Array:
-        """On the engine's devices in their order, as a program's arguments must be. What comes from elsewhere is on each
-        of them whole while its layer is converted."""
+        """On the engine's devices in their order, as a program's arguments must be. What comes from elsewhere is whole
+        on each of them while its layer is converted."""
         if isinstance(array, jax.Array) and _devices(array) == self._devices:
             sharding = array.sharding
             if isinstance(sharding, NamedSharding):
@@ -213,7 +218,8 @@ def _equal(source: Any, wanted: Any) -> bool:
         return False
     if not source.sharding.is_equivalent_to(wanted.sharding, len(wanted.shape)):
         return False
-    layout = source.format.layout
+    array: Any = source
+    layout = array.format.layout
     return layout is None or tuple(layout.major_to_minor) == tuple(range(len(wanted.shape)))
 
 

@@ -36,7 +36,13 @@ from lmjax.runtime.memory import (
 )
 from lmjax.runtime.pipeline_executor import PipelineExecutor
 from lmjax.runtime.plan_costs import weights_of
-from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache, writing_to_own_cache
+from lmjax.runtime.platform import (
+    configure_jax,
+    describe_platform,
+    no_context_mesh,
+    use_compilation_cache,
+    writing_to_own_cache,
+)
 from lmjax.runtime.programs import all_programs
 from lmjax.runtime.ranks import (
     Follower,
@@ -71,7 +77,8 @@ def build_executor(
     devices of the caller. Raises ``ConfigError`` for settings that don't fit the model or the machine and
     ``WeightError`` for a model that cannot be read.
     """
-    made = _prepare(config, progress or (lambda message: None), target, given)
+    with no_context_mesh():
+        made = _prepare(config, progress or (lambda message: None), target, given)
     resolved, plan = made.resolved, made.plan
     spec, kv_specs, buckets = resolved.spec, resolved.kv_specs, resolved.buckets(plan.max_model_len)
     make = JaxExecutor if spec.stages == 1 else partial(PipelineExecutor, buckets=buckets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from lmjax.text.tokenizer import Tokenizer
 
@@ -16,7 +17,7 @@ _FILES = (
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """The files that the tokenizer was read from; one from elsewhere is written anew. Nothing for one without tokens."""
+    """The files that the tokenizer was read from; of one from elsewhere new ones. None if it has no tokens."""
     if not tokenizer.vocab_size:
         return
     source = Path(tokenizer.settings.source)
@@ -33,7 +34,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 def _write(tokenizer: Tokenizer, directory: Path) -> None:
     tokenizer.backend.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings.special_tokens}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings.special_tokens}
     template = tokenizer.chat_template
     if isinstance(template, dict):
         config["chat_template"] = [{"name": name, "template": text} for name, text in template.items()]

@@ -39,8 +39,8 @@ def from_memory(params: Any, model_config: Any, names: Any, config: EngineConfig
     if config.nnodes > 1:
         raise ConfigError(f"--nnodes: got {config.nnodes}, but params are weights of one process")
     values = hf_dict(model_config) | config.hf_overrides
-    name = Path(str(values.get("_name_or_path") or "params"))
-    return Given(ModelSource(name, "arrays", values, {}, name), params, names)
+    path = Path(str(values.get("_name_or_path") or "params"))
+    return Given(ModelSource(path, "arrays", values, {}, path), params, names)
 
 
 def hf_dict(model_config: Any) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def to_hf(params: DecoderParams, spec: DecoderSpec) -> dict[str, Array]:
 def from_hf(tensors: Mapping[str, Array], spec: DecoderSpec, spread: DecoderSpec | None = None) -> DecoderParams:
     """The engine's parameters of the tensors of a Hugging Face checkpoint, the inverse of ``to_hf``.
 
-    spread: the layout of a mesh (``lmjax.parallel.split.spread``), None: the model's own. Types stay. The copy of a tied
-    head is left out, as by the loader; other tensors that the model has no place for are refused, as are missing ones
+    spread: the layout of a mesh (``lmjax.parallel.split.spread``), None: the model's own. Types stay. A tied head's
+    copy is left out, as by the loader; other tensors that the model has no place for are refused, as are missing ones
     and wrong shapes: ``WeightError``.
     """
     check_tensors({name: tuple(x.shape) for name, x in tensors.items() if not harmless(name, spec)}, spec)
@@ -224,8 +224,8 @@ def check_shapes(
     extra = [describe(name) for name in have if name not in wanted]
     if missing:
         unknown = f"; without a place: {_some(extra)}" if extra else ""
-        shape = list(wanted[missing[0]])
-        raise WeightError("params", f"{kind} {_some(missing)} missing (the first of shape {shape}){unknown}")
+        first = list(wanted[missing[0]])
+        raise WeightError("params", f"{kind} {_some(missing)} missing (the first of shape {first}){unknown}")
     if extra:
         raise WeightError("params", f"{kind} {_some(extra)} unknown: the config has no place for it")
     for name, shape in wanted.items():

@@ -75,12 +75,15 @@ def read_tree(tree: Any, spec: DecoderSpec, names: Names | None = None) -> Decod
         if not harmless(name, spec):
             found[name] = leaf
     wanted = tensor_shapes(spec)
-    shapes = {
-        name: wanted[name] if name in wanted and leaf.fits(wanted[name]) else leaf.shape for name, leaf in found.items()
-    }
-    check_tensors(
-        shapes, spec, lambda name: name if found[name].path == name else f"{name} (given as {found[name].path})"
-    )
+
+    def shape(name: str, leaf: Leaf) -> tuple[int, ...]:
+        return wanted[name] if name in wanted and leaf.fits(wanted[name]) else leaf.shape
+
+    def describe(name: str) -> str:
+        path = found[name].path
+        return name if path == name else f"{name} (given as {path})"
+
+    check_tensors({name: shape(name, leaf) for name, leaf in found.items()}, spec, describe)
     return found
 
 
@@ -142,8 +145,10 @@ def _named(path: str, array: Any, names: Names | None) -> Iterator[tuple[str, Le
     if axes > len(array.shape):
         raise WeightError("params", f"{path} has shape {list(array.shape)}, but its name {given} has {axes} axes more")
     for take in itertools.product(*map(range, array.shape[:axes])):
-        numbers = iter(take)
-        yield _STACK.sub(lambda _, n=numbers: str(next(n)), name), Leaf(path, array, take, kernel)
+        full = name
+        for number in take:
+            full = _STACK.sub(str(number), full, count=1)
+        yield full, Leaf(path, array, take, kernel)
 
 
 def _as_checkpoint(path: str) -> str:
