@@ -36,6 +36,7 @@ def tensors():
 @pytest.fixture(scope="module")
 def of_files():
     with LLM(str(tiny_model()), **SMALL) as llm:
+        llm.first = outputs(llm)  # a second time it has the prompts' KV, and sums in other chunks
         yield llm
 
 
@@ -58,13 +59,13 @@ def outputs(llm):
 
 
 def test_the_answers_are_those_of_the_files(of_files, of_arrays):
-    for one, other in zip(outputs(of_files), outputs(of_arrays), strict=True):
+    for one, other in zip(of_files.first, outputs(of_arrays), strict=True):
         assert one.token_ids == other.token_ids
         assert one.cumulative_logprob == other.cumulative_logprob
         assert one.text and other.text == ""
     for name in ("model_type", "dtype", "vocab_size", "max_model_len"):
         assert getattr(of_arrays.info, name) == getattr(of_files.info, name)
-    assert of_arrays.info.eos_token_ids == (257,) or of_arrays.info.eos_token_ids == of_files.info.eos_token_ids
+    assert of_arrays.info.eos_token_ids == of_files.info.eos_token_ids
 
 
 def test_without_a_tokenizer_there_is_no_text(of_arrays):
@@ -91,11 +92,11 @@ def test_an_exported_directory_holds_the_same_model(of_files, of_arrays, tmp_pat
     assert found.keys() == original.keys()
     assert all(found[name].tobytes() == x.tobytes() for name, x in original.items())
     with LLM(str(tmp_path / "a"), **SMALL) as again:
-        assert outputs(again) == outputs(of_files)
+        assert outputs(again) == of_files.first
     parts = sorted((tmp_path / "b").glob("*.safetensors"))
     assert len(parts) > 2 and not (tmp_path / "b" / "tokenizer.json").exists()
     with LLM(str(tmp_path / "b"), tokenizer=str(tiny_model()), **SMALL) as again:
-        assert [out.token_ids for out in outputs(again)] == [out.token_ids for out in outputs(of_files)]
+        assert [out.token_ids for out in outputs(again)] == [out.token_ids for out in of_files.first]
 
 
 REFUSED = [
