@@ -66,6 +66,7 @@ class Adapter:
         self._spec, self._names = spec, names
         self._wanted = jax.tree.map(placed, wanted)
         self._by_name: dict[str, Any] = named_leaves(self._wanted)
+        self._structure = jax.tree.structure(self._wanted)
         self._making = making(spec, wide)
         sharding = self._by_name["norm"].sharding
         self._devices = list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else [device]
@@ -90,6 +91,10 @@ class Adapter:
 
     def _adapt(self, tree: Any, names: Names | None) -> Adapted:
         begin = time.perf_counter()
+        if (params := self._same(tree)) is not None:
+            if self._one_at_a_time:
+                jax.block_until_ready(params)
+            return Adapted(params, len(self._by_name), 0, 0, time.perf_counter() - begin)
         kept, missing = self._plan(tree, names)
         groups: dict[int | None, list[str]] = {}
         for name in missing:
@@ -101,6 +106,16 @@ class Adapter:
         jax.block_until_ready(params)
         made = [found[name] for name in missing]
         return Adapted(params, len(kept), len(made), sum(x.nbytes for x in made), time.perf_counter() - begin)
+
+    def _same(self, tree: Any) -> DecoderParams | None:
+        """A tree that is all as it should be, which a training loop gives after each of its steps: told without names,
+        a millisecond for 30 layers."""
+        leaves, structure = jax.tree.flatten(tree) if isinstance(tree, DecoderParams) else ([], None)
+        if structure != self._structure:
+            return None
+        if not all(_equal(leaf, wanted) for leaf, wanted in zip(leaves, self._by_name.values(), strict=True)):
+            return None
+        return jax.tree.map(lambda leaf, wanted: _in_mesh(leaf, wanted.sharding), tree, self._wanted)
 
     def _plan(self, tree: Any, names: Names | None) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """By parameter: arrays to keep, and of the others the leaf, or the leaves of each stage's tensors."""
@@ -215,6 +230,8 @@ def _cook(recipes: tuple[_Recipe, ...], arrays: list[jax.Array], taken: list[jax
 def _equal(source: Any, wanted: Any) -> bool:
     """Type, shape, placement and the order in memory."""
     if not isinstance(source, jax.Array) or (source.shape, source.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    if source.is_deleted():  # told by ``read_tree``
         return False
     if not source.sharding.is_equivalent_to(wanted.sharding, len(wanted.shape)):
         return False
