@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmjax.config import ConfigError, EngineConfig, SchedulerConfig
 from lmjax.protocol import EngineInfo
+from lmjax.text.objects import tokenizer_from
 from lmjax.text.tokenizer import Tokenizer, load_tokenizer
 from lmjax.weights.generation import eos_token_ids, sampling_defaults
+from lmjax.weights.given import NOTHING, Given
 from lmjax.weights.source import resolve_model
 
 if TYPE_CHECKING:
@@ -49,22 +51,34 @@ def check_first_rank(config: EngineConfig) -> None:
         )
 
 
-def load_front(config: EngineConfig) -> Front:
-    """Finds (or fetches) the model and loads its tokenizer. Raises ``ValueError``, one line, if either fails."""
-    source = resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides)
-    tokenizer = load_tokenizer(config.tokenizer or source.path, chat_template=config.chat_template)
+def load_front(config: EngineConfig, given: Given = NOTHING, tokenizer: Any = None) -> Front:
+    """Finds (or fetches) the model and loads its tokenizer. Raises ``ValueError``, one line, if either fails.
+
+    tokenizer: an object in its place (``text.objects``). Weights in memory come with none: then there is no text.
+    """
+    source = given.source or resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides)
+    if tokenizer is not None or (given.source and config.tokenizer is None):
+        tokenizer = tokenizer_from(tokenizer, config.chat_template)
+    else:
+        tokenizer = load_tokenizer(config.tokenizer or source.path, chat_template=config.chat_template)
     ends = list(eos_token_ids(source.config, source.generation_config))
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
     defaults = sampling_defaults(source.generation_config) if config.generation_config == "auto" else {}
     model_type = str(source.config.get("model_type", "unknown"))
-    return Front(config.model, model_type, tokenizer, tuple(dict.fromkeys(ends)), defaults)
+    model = str(source.path) if given.source else config.model
+    return Front(model, model_type, tokenizer, tuple(dict.fromkeys(ends)), defaults)
 
 
 def build_engine(
-    config: EngineConfig, progress: Callable[[str], None], executor: str, publish: Callable[[StepRecord], None]
+    config: EngineConfig,
+    progress: Callable[[str], None],
+    executor: str,
+    publish: Callable[[StepRecord], None],
+    given: Given = NOTHING,
 ) -> tuple[Engine, EngineInfo]:
-    """Loads the model and compiles its programs. ``executor``: "module:function" that makes the executor.
+    """Loads the model and compiles its programs. ``executor``: "module:function" that makes the executor; ``given``:
+    weights and devices of the caller.
 
     Raises ``ValueError`` (``ConfigError`` among them) when the settings or the model's files are at fault.
     """
@@ -72,7 +86,8 @@ def build_engine(
     from lmjax.engine.engine import Engine
 
     module, _, function = executor.partition(":")
-    device = getattr(importlib.import_module(module), function)(config, progress)
+    more = {} if given is NOTHING else {"given": given}
+    device = getattr(importlib.import_module(module), function)(config, progress, **more)
     scheduler = Scheduler(_scheduler_config(config, device.info), device.info)
     engine = Engine(scheduler, device, publish, overlap=config.async_scheduling)
     return engine, _engine_info(device)

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,13 +19,17 @@ import numpy as np
 from lmjax.config import ConfigError, EngineConfig, flag
 from lmjax.engine.build import DEFAULT_EXECUTOR, build_engine, check_first_rank, load_front
 from lmjax.engine.collect import Collector
+from lmjax.engine.mesh import from_mesh
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.records import AbortRequest, AddRequest, StepRecord
 from lmjax.engine.scoring import ScoreSink, TokenScores, score_requests, token_arrays
 from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineStats
 from lmjax.text.chat import render_chat
+from lmjax.text.export import save_tokenizer
+from lmjax.text.objects import NEEDS
 from lmjax.types import EngineDeadError, ParameterError, RequestOutput, RequestUpdate, SamplingParams
+from lmjax.weights.given import NOTHING, Given, from_memory
 
 log = logging.getLogger("lmjax.engine")
 
@@ -40,6 +45,12 @@ class LLM:
     The keyword arguments are ``EngineConfig``'s fields. ``progress(line)`` says what is being done at the start.
     Raises ``ConfigError`` for wrong settings, ``ValueError`` for a model that can't be loaded. With ``nnodes`` this is
     rank 0, and the process ends where another rank is lost (``docs/distributed.md``).
+
+    In a JAX program (``docs/models.md``): ``params``, ``config`` instead of ``model``: weights in memory, as
+    ``weights.trees.read_tree`` takes them with ``names``, and a config.json's content or a ``PretrainedConfig``.
+    ``mesh``: the devices to run on, whose axes ``tensor_parallel_size`` and ``pipeline_parallel_size`` may name
+    (``engine.mesh.from_mesh``). ``tokenizer``: also an object; with ``params`` there may be none: then prompts are
+    token ids and texts are empty.
     """
 
     info: EngineInfo
@@ -47,19 +58,30 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "smollm2",
+        model: str | None = None,
         *,
+        params: Any = None,
+        config: Any = None,
+        names: Any = None,
+        mesh: Any = None,
+        tokenizer: Any = None,
         progress: Callable[[str], None] | None = None,
         executor: str = DEFAULT_EXECUTOR,
         **settings: Any,
     ):
-        self._config = _config(model, settings)
+        devices: tuple[Any, ...] = ()
+        if mesh is not None:
+            settings, devices = from_mesh(mesh, settings)
+        if isinstance(tokenizer, str | Path):
+            settings["tokenizer"], tokenizer = str(tokenizer), None
+        self._config = _config("smollm2" if model is None else model, settings)
         check_first_rank(self._config)
-        front = load_front(self._config)
+        given = _given(self._config, model, params, config, names, devices)
+        front = load_front(self._config, given, tokenizer)
         self.tokenizer = front.tokenizer
         self._records: list[StepRecord] = []
         say = progress or (lambda line: log.info("%s", line))
-        self._engine, info = build_engine(self._config, say, executor, self._records.append)
+        self._engine, info = build_engine(self._config, say, executor, self._records.append, given)
         self.info = front.complete(info)
         self._outputs = OutputProcessor(self.tokenizer, self.info.eos_token_ids)
         self._lock = threading.RLock()
@@ -111,6 +133,7 @@ class LLM:
 
         Without ``sampling_params`` a reply may take the rest of the context.
         """
+        self._check_text()
         if not messages:
             raise ParameterError("messages", "is empty, must have at least one message")
         conversations = [messages] if isinstance(messages[0], dict) else messages
@@ -132,8 +155,13 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The prompt of a conversation; ``options`` as of ``lmjax.text.chat.render_chat``."""
+        self._check_text()
         text = render_chat(self.tokenizer, list(messages), **options)
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _check_text(self) -> None:
+        if not self.tokenizer.vocab_size:
+            raise ParameterError("messages", f"are text, but {NEEDS}")
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestUpdate]:
         """The updates of one request as they come. Closing the iterator aborts it."""
@@ -173,6 +201,22 @@ class LLM:
         ]
         found = [sink.scores() for sink in sinks]
         return found[0] if one else found
+
+    def save_pretrained(self, directory: str | Path, max_shard_size: int = 5 * 10**9) -> None:
+        """The model as a Hugging Face directory: weights in the engine's dtype, in safetensors files of at most
+        ``max_shard_size`` bytes, config.json, and where they are known generation_config.json and the tokenizer's.
+
+        Raises ``ValueError`` where the directory holds other weights.
+        """
+        from lmjax.weights.export import save_pretrained
+
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        executor: Any = self._engine.executor
+        with self._lock:
+            params, model = executor.params, executor.model_info
+            save_pretrained(params, model.config, directory, model.generation_config, max_shard_size)
+        save_tokenizer(self.tokenizer, Path(directory))
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -299,6 +343,19 @@ class LLM:
         for _ in range(2):  # what is in flight comes back, then its blocks are free
             if self._engine.busy:
                 self._turn()
+
+
+def _given(
+    config: EngineConfig, model: str | None, params: Any, model_config: Any, names: Any, devices: tuple[Any, ...]
+) -> Given:
+    if params is None:
+        for name, value in (("config", model_config), ("names", names)):
+            if value is not None:
+                raise ConfigError(f"{name}: is given without params, whose it would be")
+        return Given(devices=devices) if devices else NOTHING
+    if model is not None:
+        raise ConfigError(f"model: got {model!r} beside params: give one of them")
+    return dataclasses.replace(from_memory(params, model_config, names, config), devices=devices)
 
 
 def _config(model: str, settings: dict[str, Any]) -> EngineConfig:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lmjax.protocol import EngineInfo
+from lmjax.text.objects import NEEDS
 from lmjax.text.words import bad_words_ids
 from lmjax.types import ParameterError, SamplingParams
 
@@ -36,6 +37,9 @@ def check_request(prompt: Sequence[int], params: SamplingParams, info: EngineInf
             raise ParameterError(name, f"got {value}, must be at most {info.max_logprobs} (--max-logprobs)")
     if params.prompt_logprobs is not None and info.logprobs_mode != "raw_logprobs":
         check_filters("prompt_logprobs", params)
+    for name in ("stop", "bad_words"):
+        if getattr(params, name) and not tokenizer.vocab_size:
+            raise ParameterError(name, f"got {getattr(params, name)!r}, but {NEEDS}")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         _check_ids(name, getattr(params, name) or (), info)
     stop_ids = params.stop_token_ids if params.ignore_eos else [*info.eos_token_ids, *params.stop_token_ids]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from lmjax.core.plan import ExecutorInfo
 from lmjax.nn.env import Env
 from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.parallel.split import Degree
+from lmjax.runtime.adapt import Adapter
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.device import Device
@@ -35,7 +36,13 @@ from lmjax.runtime.memory import (
 )
 from lmjax.runtime.pipeline_executor import PipelineExecutor
 from lmjax.runtime.plan_costs import weights_of
-from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache, writing_to_own_cache
+from lmjax.runtime.platform import (
+    configure_jax,
+    describe_platform,
+    no_context_mesh,
+    use_compilation_cache,
+    writing_to_own_cache,
+)
 from lmjax.runtime.programs import all_programs
 from lmjax.runtime.ranks import (
     Follower,
@@ -48,6 +55,7 @@ from lmjax.runtime.ranks import (
     smallest,
 )
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
+from lmjax.weights.given import NOTHING, Given
 from lmjax.weights.loader import Spread, load_params
 from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.platform import Target, device_target
@@ -57,14 +65,20 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 
-def build_executor(config: EngineConfig, progress: Progress | None = None, target: Target | None = None) -> JaxExecutor:
+def build_executor(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    target: Target | None = None,
+    given: Given = NOTHING,
+) -> JaxExecutor:
     """Loads the model and compiles everything; when it returns, nothing is left to compile.
 
-    progress: is told what is being done. target: what kernels are chosen for, if not for the device. Raises
-    ``ConfigError`` for settings that don't fit the model or the machine and ``WeightError`` for a model that cannot be
-    read.
+    progress: is told what is being done. target: what kernels are chosen for, if not for the device. given: weights and
+    devices of the caller. Raises ``ConfigError`` for settings that don't fit the model or the machine and
+    ``WeightError`` for a model that cannot be read.
     """
-    made = _prepare(config, progress or (lambda message: None), target)
+    with no_context_mesh():
+        made = _prepare(config, progress or (lambda message: None), target, given)
     resolved, plan = made.resolved, made.plan
     spec, kv_specs, buckets = resolved.spec, resolved.kv_specs, resolved.buckets(plan.max_model_len)
     make = JaxExecutor if spec.stages == 1 else partial(PipelineExecutor, buckets=buckets)
@@ -99,12 +113,13 @@ def build_executor(config: EngineConfig, progress: Progress | None = None, targe
             num_groups=len(kv_specs),
         ),
         monitor=CompileMonitor(config.require_warm),
+        adapter=made.adapter,
     )
 
 
 def build_follower(config: EngineConfig, progress: Progress | None = None) -> Follower:
     """As ``build_executor``, on the ranks that run what rank 0's executor does."""
-    made = _prepare(config, progress or (lambda message: None), None)
+    made = _prepare(config, progress or (lambda message: None), None, NOTHING)
     assert made.ranks is not None
     return Follower(made.device, made.ranks, CompileMonitor(config.require_warm))
 
@@ -116,25 +131,37 @@ class _Made(NamedTuple):
     host_blocks: tuple[int, ...]
     device_count: int
     ranks: Ranks | None
+    adapter: Adapter | None  # None: the weights are spread over processes
 
 
-def _prepare(config: EngineConfig, tell: Progress, target: Target | None) -> _Made:
+def _prepare(config: EngineConfig, tell: Progress, target: Target | None, given: Given) -> _Made:
     config.validate()
     configure_jax(config)
     ranks = join(config, tell)
     use_compilation_cache(config)
-    source = resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides or None)
+    source = given.source or resolve_model(
+        config.model, config.revision, config.download_dir, config.hf_overrides or None
+    )
     platform, device_count = describe_platform()
-    resolved = _resolve(config, source, platform, target or device_target(jax.local_devices()[0]))
+    _check_platform(given.devices)
+    resolved = _resolve(config, source, platform, target or device_target(jax.local_devices()[0]), given.devices)
+    adapter = None if ranks else _adapter(resolved, given)
     spec, dtype = resolved.spec, resolved.dtype
     if ranks:
         check_equal(ranks, rank_facts(resolved))
-    weights = weights_of(spec, dtype, resolved.degree).bytes
+    if given.source:
+        assert adapter is not None
+        weights = adapter.missing_bytes(given.params)
+    else:
+        weights = weights_of(spec, dtype, resolved.degree).bytes
     check_weights_fit(weights * (1 if platform == "gpu" else sharing(resolved, ranks)), _free_memory(resolved))
     without_swap_space(config, available_memory(), sharing(resolved, ranks) / resolved.num_devices)
     bundle = usable_bundle(resolved, resolved.devices, tell)
-    tell("loading weights")
-    params = _load(resolved, tell)
+    if given.source:
+        params = _take(adapter, given, tell)
+    else:
+        tell("loading weights")
+        params = _load(resolved, tell)
 
     tell("sizing the KV pool")
     plan, bundle = plan_memory(resolved, bundle, tell, ranks)
@@ -149,20 +176,45 @@ def _prepare(config: EngineConfig, tell: Progress, target: Target | None) -> _Ma
     tell("allocating the KV pool")
     # the pools come last: what compiling took is free again, and they are never moved
     device = Device(params, _zeros(shapes.pools()), _zeros(shapes.state()), programs, host_blocks)
-    return _Made(resolved, plan, device, host_blocks, device_count, ranks)
+    return _Made(resolved, plan, device, host_blocks, device_count, ranks, adapter)
 
 
-def _resolve(config: EngineConfig, source: ModelSource, platform: str, target: Target) -> Resolved:
+def _check_platform(devices: Sequence[jax.Device]) -> None:
+    used = jax.local_devices()[0].platform
+    if devices and devices[0].platform != used:
+        raise ConfigError(f"mesh: has {devices[0].platform} devices, must be of JAX's default platform ({used})")
+
+
+def _resolve(
+    config: EngineConfig, source: ModelSource, platform: str, target: Target, devices: Sequence[jax.Device] = ()
+) -> Resolved:
+    """devices: of the caller's mesh, if there is one."""
     attention: Any = config.attention_backend
     count = config.num_devices
-    if count == 1:
+    if count == 1 and list(devices) in ([], jax.devices()[:1]):
         return resolve(config, source, platform, Env(target, attention))
     # first what no number of devices would help
     degree = Degree(config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel)
     spread_spec(make_spec(source, config.max_model_len), degree)
-    mesh = make_mesh(engine_devices(config), config.pipeline_parallel_size)
+    mesh = make_mesh(devices or engine_devices(config), config.pipeline_parallel_size)
     placement = Placement(mesh, config.enable_expert_parallel)
     return resolve(config, source, platform, placement.env(target, attention), placement)
+
+
+def _adapter(resolved: Resolved, given: Given) -> Adapter:
+    wanted = resolved.shapes((), resolved.spec.max_len).params()
+    spec = make_spec(resolved.source, resolved.config.max_model_len)
+    return Adapter(spec, resolved.spec, wanted, resolved.devices[0], given.names)
+
+
+def _take(adapter: Adapter | None, given: Given, tell: Progress) -> Any:
+    assert adapter is not None
+    found = adapter.adapt(given.params)
+    tell(
+        f"weights from memory: {found.kept} arrays taken as they are, {found.converted} converted "
+        f"({gib(found.converted_bytes)} in {found.seconds:.1f} s)"
+    )
+    return found.params
 
 
 def _load(resolved: Resolved, tell: Progress) -> Any:

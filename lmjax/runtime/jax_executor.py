@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lmjax.config import ConfigError
 from lmjax.core.plan import ExecutorInfo, PromptLogprobs, StepPlan, StepResult
+from lmjax.runtime.adapt import Adapted, Adapter
 from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import pack_copies, pack_slot, pack_swaps
 from lmjax.sampling.params import needs_slot_state
+from lmjax.weights.trees import Names
 
 if TYPE_CHECKING:
     from lmjax.runtime.ranks import Leader
@@ -53,12 +56,15 @@ class JaxExecutor:
         device: Device | Leader,
         packer: InputPacker,
         monitor: CompileMonitor,
+        adapter: Adapter | None = None,
     ):
+        """adapter: takes weights from memory; None: they are spread over processes."""
         self.info = info
         self.model_info = model_info
         self._device = device
         self._packer = packer
         self._monitor = monitor
+        self._adapter = adapter
         self._num_in_flight = 0
         self._padded_tokens = 0
         self._device_seconds = 0.0
@@ -124,6 +130,19 @@ class JaxExecutor:
         if outputs.prompt_logprobs is not None:
             result.prompt_logprobs = read_prompt_logprobs(plan, np.asarray(outputs.prompt_logprobs))
         return result
+
+    @property
+    def params(self) -> Any:
+        """The weights that steps run with: ``models.params.DecoderParams``."""
+        return self._device.params
+
+    def adapt(self, tree: Any, names: Names | None = None) -> Adapted:
+        """``tree`` (see ``weights.trees.read_tree``) in the layout, type and sharding of ``params``; nothing else
+        changes. names: those given at the start, if None. Raises ``WeightError``, and ``ConfigError`` on several hosts.
+        """
+        if self._adapter is None:
+            raise ConfigError("params: this engine's weights are spread over several processes (--nnodes)")
+        return self._adapter.adapt(tree, names)
 
     def stats(self) -> dict[str, float]:
         """``compiles_total`` (since ready), ``padded_tokens_total``, ``device_seconds``: time in which a step ran, as

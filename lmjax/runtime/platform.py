@@ -9,9 +9,12 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.runtime import gpu_settings
@@ -51,6 +54,12 @@ def _let_cpus_wait() -> None:
     name, flags = "xla_cpu_collective_call_terminate_timeout_seconds", os.environ.get("XLA_FLAGS", "")
     if name not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}=3600".strip()
+
+
+def no_context_mesh() -> AbstractContextManager[Any]:
+    """Without the mesh that a caller may have set (``jax.set_mesh``): ours are named in every sharding, and what is
+    traced under another whose axes are ``Explicit`` would be refused."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def use_compilation_cache(config: EngineConfig) -> Path:

@@ -178,7 +178,8 @@ def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
         name, _, rest = str(error).partition(":")
         if name == "max_model_len":
             raise ConfigError(f"--max-model-len:{rest}") from error
-        raise ConfigError(f"--model: {source.path}: {error}") from error
+        where = "config" if source.kind == "arrays" else f"--model: {source.path}"
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:

@@ -23,11 +23,11 @@ class ModelSource:
     .safetensors files (kind ``hf``) or the .gguf file (kind ``gguf``); the same as ``path``, but for the embedded
     model, whose directory in the cache has no weights: they are read from the installed package's .gguf file.
     ``config`` and ``generation_config`` are as the Hugging Face files of those names, for a .gguf file made from its
-    metadata.
+    metadata. Kind ``arrays``: the weights are in memory (``weights.given``) and both paths only a name for messages.
     """
 
     path: Path
-    kind: Literal["hf", "gguf"]
+    kind: Literal["hf", "gguf", "arrays"]
     config: dict[str, Any]
     generation_config: dict[str, Any]
     weights: Path
