@@ -122,9 +122,10 @@ class FakeExecutor:
     """Implements ``lmjax.core.plan.Executor`` on numpy.
 
     Per KV group, block and offset it keeps which token at which position was written, and by which weights
-    (``weights``: how often they were changed). Each row reads its context through its table and compares it with its slot's token table: a wrong table, a block freed too early, a wrong copy
-    or a bad shared prefix is noted in ``errors``, spoils the KV that the row writes, and changes the token. The token
-    depends on what was read, and on (seed, sample index, position) where temperature > 0.
+    (``weights``: how often they were changed). Each row reads its context through its table and compares it with its
+    slot's token table: a wrong table, a block freed too early, a wrong copy or a bad shared prefix is noted in
+    ``errors``, spoils the KV that the row writes, and changes the token. The token depends on what was read, and on
+    (seed, sample index, position) where temperature > 0.
 
     ``cheap``: no pool and no hash, for measuring the host alone. ``step_seconds``: what a step takes on the "device";
     ``collect`` sleeps until then. Steps run one after the other.

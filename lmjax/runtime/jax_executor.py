@@ -12,9 +12,11 @@ from lmjax.core.plan import ExecutorInfo, PromptLogprobs, StepPlan, StepResult
 from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
+from lmjax.runtime.live import Loading, check_layout
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import pack_copies, pack_slot, pack_swaps
 from lmjax.sampling.params import needs_slot_state
+from lmjax.types import ParameterError
 
 if TYPE_CHECKING:
     from lmjax.runtime.ranks import Leader
@@ -60,6 +62,7 @@ class JaxExecutor:
         self._packer = packer
         self._monitor = monitor
         self._num_in_flight = 0
+        self._files: str | None = ""  # that the weights came from; "": those of the start; None: they were arrays
         self._padded_tokens = 0
         self._device_seconds = 0.0
         self._last_done = 0.0
@@ -124,6 +127,47 @@ class JaxExecutor:
         if outputs.prompt_logprobs is not None:
             result.prompt_logprobs = read_prompt_logprobs(plan, np.asarray(outputs.prompt_logprobs))
         return result
+
+    # weights and sleep
+
+    @property
+    def params(self) -> Any:
+        """The tree that the next step runs with; None: it was freed."""
+        return self._device.params
+
+    @property
+    def has_params(self) -> bool:
+        return self._device.params is not None
+
+    def check_params(self, tree: Any) -> None:
+        """Raises ``ParameterError`` for anything but jax arrays with the shapes, dtypes and shardings of ``params``."""
+        if self._device.many_processes:
+            raise ParameterError("params", "arrays are for one process; on several hosts weights come from files")
+        check_layout(tree, self._device.layout)
+
+    def set_params(self, params: Any) -> None:
+        """The steps submitted from now on read these very buffers: a tree as ``check_params`` takes it, or what
+        ``start_loading`` gave, when it is done."""
+        if isinstance(params, Loading):
+            self._files = params.path or self._files
+        else:
+            self.check_params(params)
+            self._files = None
+        self._device.set_params(params)
+
+    def start_loading(self, path: str | None) -> Loading:
+        """None: the files that the present weights came from."""
+        if path is None and self._files is None:
+            raise ParameterError("params", "are missing: the weights were set from arrays, so no file has them")
+        return self._device.start_loading(path or self._files or None)
+
+    def sleep(self, level: int) -> None:
+        with self._monitor.watch():
+            self._device.sleep(level)
+
+    def wake(self) -> None:
+        with self._monitor.watch():
+            self._device.wake()
 
     def stats(self) -> dict[str, float]:
         """``compiles_total`` (since ready), ``padded_tokens_total``, ``device_seconds``: time in which a step ran, as
