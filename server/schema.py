@@ -99,6 +99,14 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class WeightsRequest(msgspec.Struct, kw_only=True):
+    """``version``: the number after the present one if it is not given. Values are checked by the engine."""
+
+    path: str | None = None
+    version: int | str | None = None
+    kv_cache: str = "keep"
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int] | None = None
