@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from server.errors import ApiError, bad_request
-from server.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Route, applied_fields
+from server.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, WEIGHTS, Route, applied_fields
 
 Prompt = str | list[str | int | list[int]]
 
@@ -117,6 +117,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     CHAT: ChatRequest,
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
+    WEIGHTS: WeightsRequest,
 }
 T = TypeVar("T", bound=msgspec.Struct)
 

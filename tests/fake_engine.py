@@ -215,7 +215,8 @@ class _Choice:
             text += self._detokenizer.flush()
         self.done = reason is not None
         logprobs = [self._logprob(token, params.logprobs)] if params.logprobs is not None else None
-        return Delta(self._index, text, [token], logprobs, reason, stop_reason)
+        versions = [self._engine.weight_version]
+        return Delta(self._index, text, [token], logprobs, reason, stop_reason, versions)
 
     def _next(self) -> int:
         params = self._params

@@ -117,6 +117,18 @@ def _arrays(plan: StepPlan) -> list[np.ndarray]:
     return [*arrays, plan.patches, *([] if plan.target_ids is None else [plan.target_ids])]
 
 
+class FakeLoading:
+    """Takes two looks."""
+
+    def __init__(self, path: str | int):
+        self.path, self._looks = path, 2
+        self.error = None if str(path).isdigit() else ValueError(f"{path}: no such file")
+
+    def done(self) -> bool:
+        self._looks -= 1
+        return self._looks <= 0
+
+
 @dataclass
 class FakeExecutor:
     """Implements ``lmjax.core.plan.Executor`` on numpy.
@@ -138,6 +150,7 @@ class FakeExecutor:
     errors: list[str] = field(default_factory=list)
     steps: int = 0
     weights: int = 0
+    level: int = 0  # of sleep
     # told of each row: its handle, the group, whether it samples, and the weights that its context was computed by
     on_read: Callable[[int, int, bool, np.ndarray], None] | None = None
 
@@ -158,6 +171,7 @@ class FakeExecutor:
 
     def submit(self, plan: StepPlan) -> _InFlight:
         assert self.in_flight < 2, "more than two steps in flight"
+        assert not self.level, "a step while it sleeps"
         self.in_flight += 1
         self.steps += 1
         result = self._run_cheap(plan) if self.cheap else self._run(plan)
@@ -178,6 +192,31 @@ class FakeExecutor:
 
     def close(self) -> None:
         pass
+
+    # weights and sleep; a file of weights is a number
+
+    @property
+    def has_params(self) -> bool:
+        return self.level < 2
+
+    def start_loading(self, path: str | None) -> FakeLoading:
+        assert path is not None or self.level == 2
+        return FakeLoading(self.weights if path is None else path)
+
+    def set_params(self, params: FakeLoading) -> None:
+        assert params.error is None
+        self.weights = int(params.path)
+        self.level = min(self.level, 1)
+
+    def sleep(self, level: int) -> None:
+        assert not self.in_flight
+        self.level = level
+        for pool in self.pools + self.host_pools:
+            pool[:] = -1
+
+    def wake(self) -> None:
+        assert self.has_params
+        self.level = 0
 
     # the device
 

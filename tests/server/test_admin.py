@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -49,9 +48,9 @@ def test_they_have_a_key_of_their_own(prefix: str) -> None:
             body = {"model": "fake", "prompt": "x", "max_tokens": 1}
             assert (await ask(server, "POST", "/v1/completions", body))[0] == 401  # it opens nothing else
             # a path written in another way leads to the same handler, and that looks at the key, too
-            for headers, expected in ((ADMIN, (401,)), (USER, (401, 404)), ({}, (401,))):
+            for headers, expected in ((ADMIN, 200), (USER, 401), ({}, 401)):
                 async with server.http.session.get(server.url("/v1/%77eights"), headers=headers) as response:
-                    assert response.status in expected, headers
+                    assert response.status == expected, headers
 
     run()
 
@@ -97,7 +96,7 @@ async def test_sleep_and_wake() -> None:
         assert (await ask(server, "POST", "/sleep"))[0] == 200
         assert await state() == (True, 503, 200)
         assert "lmjax:sleep_level" in (text := await (await server.http.get("/metrics")).text())
-        assert [line for line in text.splitlines() if line.startswith("lmjax:sleep_level")][0].endswith(" 1.0")
+        assert next(line for line in text.splitlines() if line.startswith("lmjax:sleep_level")).endswith(" 1.0")
         assert (await ask(server, "POST", "/sleep?level=2"))[0] == 200
         assert (await ask(server, "POST", "/wake_up"))[0] == 200
         assert await state() == (False, 200, 200)
@@ -116,7 +115,6 @@ async def test_tokens_come_with_the_version_that_drew_them() -> None:
         assert "weight_versions" not in (await server.complete(max_tokens=3))["choices"][0]
         chunks = await server.stream(return_token_ids=True, max_tokens=2)
         assert [chunk["choices"][0]["weight_versions"] for chunk in chunks] == [[0], [0]]
-        await asyncio.sleep(0)
 
 
 def test_the_keys_differ() -> None:

@@ -30,8 +30,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("other") / "m", seed=1)
 
 
-def admin(server: LiveServer, method: str, path: str, **body: Any) -> Reply:
-    return server.send(method, path, body or None, ADMIN)
+def admin(server: LiveServer, method: str, route: str, /, **body: Any) -> Reply:
+    return server.send(method, route, body or None, ADMIN)
 
 
 def text(server: LiveServer, **body: Any) -> str:
@@ -88,7 +88,7 @@ def test_what_cannot_be_loaded_changes_nothing(server: LiveServer, other: Path, 
         ({"path": str(other), "kv_cache": "drop"}, "kv_cache: got 'drop'"),
         ({"path": str(other), "version": ""}, "version: got ''"),
     ):
-        reply = admin(server, "POST", "/v1/weights", **body)
+        reply = admin(server, "POST", "/v1/weights", **({"version": 5} | body))
         assert reply.status == 400 and said in reply.json["error"]["message"], (body, reply.body)
     assert admin(server, "GET", "/v1/weights").json == version and text(server) == before
 
