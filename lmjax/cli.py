@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _SETTINGS_NAMES = {
     "api_key": "api_keys",
+    "admin_api_key": "admin_api_keys",
     "served_model_name": "served_model_names",
 }
 

@@ -54,6 +54,12 @@ SERVER = (
     Option("port", int, "port to listen on (0: any free one)", 8000),
     Option("uds", str, "path of a Unix socket to listen on, instead of host and port"),
     Option("api_key", list, "a key that clients must send; may be repeated (or LMJAX_API_KEY)", repeat=True),
+    Option(
+        "admin_api_key",
+        list,
+        "a key for /v1/weights, /sleep, /wake_up and /is_sleeping, which are off without it; may be repeated",
+        repeat=True,
+    ),
     Option("served_model_name", list, "names under which the model is served (default: --model)"),
     Option("allowed_origins", list, "origins that browsers may call from (CORS); * for all"),
     Option("root_path", str, "prefix of the path that a proxy leaves on requests"),

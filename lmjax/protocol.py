@@ -94,6 +94,27 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats: ...
 
     @property
+    def weight_version(self) -> int | str:
+        """Of the weights that requests are answered with; 0 are those of the start."""
+        ...
+
+    @property
+    def sleep_level(self) -> int:
+        """0: awake; 1: the KV pool is freed; 2: the weights, too. Requests wait until ``wake_up``."""
+        ...
+
+    async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
+        """Other weights of the same model, from a directory or a .gguf file, while requests go on. ``kv_cache``:
+        "keep" what running requests have computed with the old ones, or "recompute" it. Raises ``OrderError``."""
+        ...
+
+    async def sleep(self, level: int = 1) -> None: ...
+
+    async def wake_up(self) -> None:
+        """After level 2 the weights are read again from where they came from. Raises ``OrderError``."""
+        ...
+
+    @property
     def ready(self) -> bool: ...
 
     @property

@@ -39,6 +39,15 @@ class QueueFullError(RuntimeError):
         self.retry_after = retry_after
 
 
+class OrderError(ValueError):
+    """An engine did not do what its operator asked (weights, sleep); nothing has changed. ``internal``: the engine is
+    at fault, not what was asked."""
+
+    def __init__(self, message: str, internal: bool = False):
+        super().__init__(message)
+        self.internal = internal
+
+
 class EngineDeadError(RuntimeError):
     """The engine (process) has died or is shutting down: no request can go on."""
 
@@ -259,11 +268,13 @@ class Delta:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[int | str] = field(default_factory=list)  # one a token: of the weights that drew it
 
     def merge(self, other: Delta) -> None:
         """Append a later delta of the same choice (a slow reader gets one merged delta)."""
         self.text += other.text
         self.token_ids.extend(other.token_ids)
+        self.weight_versions.extend(other.weight_versions)
         if other.logprobs is not None:
             self.logprobs = (self.logprobs or []) + other.logprobs
         self.finish_reason = other.finish_reason
@@ -316,6 +327,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    weight_versions: list[int | str] = field(default_factory=list)  # one a token: of the weights that drew it
 
 
 @dataclass(slots=True)

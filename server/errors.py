@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from lmjax.types import EngineDeadError, ParameterError, QueueFullError
+from lmjax.types import EngineDeadError, OrderError, ParameterError, QueueFullError
 
 log = logging.getLogger("lmjax.server")
 
@@ -66,6 +66,8 @@ def to_api_error(exc: BaseException, renames: dict[str, str] | None = None) -> A
         return _parameter_error(exc, renames or {})
     if isinstance(exc, QueueFullError):
         return ApiError(429, str(exc), code="queue_full", headers={"Retry-After": str(exc.retry_after)})
+    if isinstance(exc, OrderError):
+        return ApiError(500 if exc.internal else 400, str(exc), code="internal_error" if exc.internal else "refused")
     if isinstance(exc, EngineDeadError):
         return ApiError(503, f"the engine cannot answer: {exc}", code="engine_dead")
     if isinstance(exc, web.HTTPException):

@@ -14,11 +14,12 @@ import msgspec
 from server.errors import ApiError, bad_request
 
 Kind = Literal["applied", "neutral", "hint", "refused"]
-Route = Literal["completions", "chat", "tokenize", "detokenize"]
+Route = Literal["completions", "chat", "tokenize", "detokenize", "weights"]
 COMPLETION: Route = "completions"
 CHAT: Route = "chat"
 TOKENIZE: Route = "tokenize"
 DETOKENIZE: Route = "detokenize"
+WEIGHTS: Route = "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ FIELDS: dict[str, dict[str, Field]] = {
     | {"tools": Field("neutral", _TOOLS, ([],))}
     | _refused("images and audio are not supported", "mm_processor_kwargs media_io_kwargs"),
     DETOKENIZE: _applied("model tokens"),
+    WEIGHTS: _applied("path version kv_cache"),
 }
 
 

@@ -98,6 +98,7 @@ class ServerMetrics:
         self.model_name = ""
         self._info: EngineInfo | None = None
         self._stats: Callable[[], EngineStats] | None = None
+        self._weights: Callable[[], tuple[int | str, int]] = lambda: (0, 0)
         self._steps_seen = 0
         self._latest = EngineStats()
         labels = ("model_name", "engine")
@@ -123,9 +124,16 @@ class ServerMetrics:
         if model_name:
             self.hist = {name: family.labels(*self.labels) for name, family in self._families.items()}
 
-    def attach(self, model_name: str, info: EngineInfo, stats: Callable[[], EngineStats]) -> None:
+    def attach(
+        self,
+        model_name: str,
+        info: EngineInfo,
+        stats: Callable[[], EngineStats],
+        weights: Callable[[], tuple[int | str, int]],
+    ) -> None:
+        """``weights``: their version, and the level of sleep."""
         self.attach_name(model_name)
-        self._info, self._stats = info, stats
+        self._info, self._stats, self._weights = info, stats, weights
 
     def rejected(self, reason: str) -> None:
         self._rejections.labels(*self.labels, reason).inc()
@@ -153,6 +161,17 @@ class ServerMetrics:
         config = {"block_size": info.block_size, "num_gpu_blocks": info.num_kv_blocks, "cache_dtype": info.dtype}
         gauge = GaugeMetricFamily(f"{self.prefix}:cache_config_info", "The KV cache", labels=(*names, *config))
         gauge.add_metric((*self.labels, *map(str, config.values())), 1)
+        yield gauge
+        version, level = self._weights()
+        gauge = GaugeMetricFamily(
+            f"{self.prefix}:weights_info", "The version of the weights", labels=(*names, "weight_version")
+        )
+        gauge.add_metric((*self.labels, str(version)), 1)
+        yield gauge
+        gauge = GaugeMetricFamily(
+            f"{self.prefix}:sleep_level", "0: awake; 1: no KV pool; 2: no weights either", labels=names
+        )
+        gauge.add_metric(self.labels, level)
         yield gauge
 
     def poll(self) -> None:

@@ -20,6 +20,7 @@ from server.settings import ServerSettings
 access_log = logging.getLogger("lmjax.access")
 
 OPEN_PATHS = ("/health", "/ready", "/ping")
+ADMIN_PATHS = ("/v1/weights", "/sleep", "/wake_up", "/is_sleeping")
 CLIENT_CLOSED = 499  # for the log only: the client went away first
 
 
@@ -69,24 +70,32 @@ def _log(request: web.Request, status: int, seconds: float) -> None:
 def make_guard(settings: ServerSettings) -> Middleware:
     """Every route needs a key, whatever its path looks like, but for the few open ones."""
     keys = [key.encode() for key in settings.api_keys]
+    admin_keys = [key.encode() for key in settings.admin_api_keys]
     open_paths = {prefix + path for prefix in {"", settings.root_path} for path in OPEN_PATHS}
+    admin_paths = {prefix + path for prefix in {"", settings.root_path} for path in ADMIN_PATHS}
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if _is_preflight(request) and allowed_origin(request, settings):
             return web.Response(status=204, headers=_preflight_headers(request))
-        if keys and request.path not in open_paths and not _has_key(request, keys):
-            raise ApiError(
-                401,
-                "a valid API key is needed: 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+        # who has the admin key needs no other; whatever this looks at, these routes' handlers look again
+        wanted = admin_keys if admin_keys and request.path in admin_paths else keys
+        if wanted and request.path not in open_paths and not has_key(request, wanted):
+            raise needs_key("API" if wanted is keys else "admin")
         return await handler(request)
 
     return guard
 
 
-def _has_key(request: web.Request, keys: list[bytes]) -> bool:
+def needs_key(kind: str) -> ApiError:
+    return ApiError(
+        401,
+        f"a valid {kind} key is needed: 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def has_key(request: web.Request, keys: list[bytes]) -> bool:
     """Each given header must be the only one of its name. Comparing takes the same time for every key."""
     given: list[str] = []
     authorization = request.headers.getall("Authorization", [])

@@ -19,8 +19,9 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 when every program is compiled and requests are taken, else 503."""
-    request.app[STATE].engine()
+    """200 when every program is compiled and requests are taken, else 503; also while the engine sleeps."""
+    if request.app[STATE].engine().sleep_level:
+        raise unavailable("the engine sleeps", "sleeping")
     return json_response({"status": "ready"})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from lmjax.protocol import EngineClient
-from server import probes
+from server import admin, probes
 from server.metrics import ServerMetrics
 from server.middleware import make_guard, make_headers, observe
 from server.openai.chat import chat_completions
@@ -28,6 +28,7 @@ ROUTES = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
+    *admin.ROUTES,
 )
 
 
@@ -54,4 +55,6 @@ def attach(app: web.Application, client: EngineClient) -> None:
     """The engine is ready: requests are taken from now on."""
     state = app[STATE]
     state.client = client
-    state.metrics.attach(state.model_names[0], client.info, client.stats)
+    state.metrics.attach(
+        state.model_names[0], client.info, client.stats, lambda: (client.weight_version, client.sleep_level)
+    )

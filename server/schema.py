@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from server.errors import ApiError, bad_request
-from server.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Route, applied_fields
+from server.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, WEIGHTS, Route, applied_fields
 
 Prompt = str | list[str | int | list[int]]
 
@@ -99,6 +99,14 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class WeightsRequest(msgspec.Struct, kw_only=True):
+    """``version``: the number after the present one if it is not given. Values are checked by the engine."""
+
+    path: str | None = None
+    version: int | str | None = None
+    kv_cache: str = "keep"
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int] | None = None
@@ -109,6 +117,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     CHAT: ChatRequest,
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
+    WEIGHTS: WeightsRequest,
 }
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -21,6 +21,7 @@ class ServerSettings:
     port: int = 8000
     uds: str | None = None  # path of a Unix socket, instead of host and port
     api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()  # empty: the routes for weights and sleep are off
     served_model_names: tuple[str, ...] = ()  # empty: the engine's own name of the model
     allowed_origins: tuple[str, ...] = ()  # CORS; "*" for all
     root_path: str = ""  # prefix that a proxy may leave on the path
@@ -40,6 +41,10 @@ class ServerSettings:
             raise SettingsError(f"--port: got {self.port!r}, must be between 0 and 65535")
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise SettingsError("--api-key: a key must be printable ASCII and not empty")
+        if any(not key or not key.isascii() or not key.isprintable() for key in self.admin_api_keys):
+            raise SettingsError("--admin-api-key: a key must be printable ASCII and not empty")
+        if set(self.admin_api_keys) & set(self.api_keys):
+            raise SettingsError("--admin-api-key: must differ from --api-key, which every client has")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise SettingsError(f"--root-path: got {self.root_path!r}, must start with / and not end with it")
         if self.shutdown_timeout < 0:

@@ -80,6 +80,10 @@ class FakeEngine:
         self.dead: str | None = None
         self._stats = EngineStats()
         self._die = asyncio.Event()
+        self.weight_version: int | str = 0
+        self.sleep_level = 0
+        self.orders: list[tuple[Any, ...]] = []
+        self.refuse_orders: Exception | None = None
 
     # --- EngineClient -----------------------------------------------------------------------------------------
 
@@ -103,6 +107,23 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         self._stats.num_running = self.running
         return self._stats
+
+    async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
+        self._order("load", path, version, kv_cache)
+        self.weight_version = version if version is not None else int(self.weight_version) + 1
+
+    async def sleep(self, level: int = 1) -> None:
+        self._order("sleep", level)
+        self.sleep_level = level
+
+    async def wake_up(self) -> None:
+        self._order("wake")
+        self.sleep_level = 0
+
+    def _order(self, *order: Any) -> None:
+        if self.refuse_orders is not None:
+            raise self.refuse_orders
+        self.orders.append(order)
 
     async def close(self) -> None:
         self.die("closed")
@@ -194,7 +215,8 @@ class _Choice:
             text += self._detokenizer.flush()
         self.done = reason is not None
         logprobs = [self._logprob(token, params.logprobs)] if params.logprobs is not None else None
-        return Delta(self._index, text, [token], logprobs, reason, stop_reason)
+        versions = [self._engine.weight_version]
+        return Delta(self._index, text, [token], logprobs, reason, stop_reason, versions)
 
     def _next(self) -> int:
         params = self._params

@@ -35,6 +35,17 @@ class FakePipeline:
             stage.tokens, stage.loads = self.stages[0].tokens, self.stages[0].loads
         self.steps: deque[_Step] = deque(maxlen=self.info.stages)
         self.entered: list[StepPlan] = []
+        self.held_at_a_change = 0  # steps that were in the pipeline when the weights changed
+
+    @property
+    def weights(self) -> int:
+        return self.stages[0].weights
+
+    @weights.setter
+    def weights(self, weights: int) -> None:
+        self.held_at_a_change += sum(step.plan.num_rows > 0 for step in list(self.steps)[: self.info.stages - 1])
+        for stage in self.stages:
+            stage.weights = weights
 
     def submit(self, plan: StepPlan) -> _Step:
         first, last = self.stages[0], self.stages[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,11 +83,18 @@ def _mix(x: np.ndarray) -> np.ndarray:
         return x ^ (x >> np.uint64(32))
 
 
-def _hash(tokens: np.ndarray, positions: np.ndarray) -> int:
-    """Of a set of (token, position) pairs."""
+def _hash(tokens: np.ndarray, positions: np.ndarray, weights: np.ndarray | int = 0) -> int:
+    """Of a set of (token, position, version of the weights that computed it)."""
     with np.errstate(over="ignore"):
         pairs = tokens.astype(np.uint64) * _A + positions.astype(np.uint64) * _C + np.uint64(1)
+        pairs += np.asarray(weights).astype(np.uint64) * _B
         return int(_mix(pairs).sum(dtype=np.uint64))
+
+
+def hash_of_context(tokens: np.ndarray, first: int, weights: np.ndarray | int, group: int = 0) -> int:
+    """What a row sees in a group: ``tokens`` at positions from ``first`` on, computed by ``weights``."""
+    positions = np.arange(first, first + len(tokens))
+    return _draw(_hash(np.asarray(tokens) + 1, positions + 8, weights), group)
 
 
 def _draw(*words: int) -> int:
@@ -110,14 +117,27 @@ def _arrays(plan: StepPlan) -> list[np.ndarray]:
     return [*arrays, plan.patches, *([] if plan.target_ids is None else [plan.target_ids])]
 
 
+class FakeLoading:
+    """Takes two looks."""
+
+    def __init__(self, path: str | int):
+        self.path, self._looks = path, 2
+        self.error = None if str(path).isdigit() else ValueError(f"{path}: no such file")
+
+    def done(self) -> bool:
+        self._looks -= 1
+        return self._looks <= 0
+
+
 @dataclass
 class FakeExecutor:
     """Implements ``lmjax.core.plan.Executor`` on numpy.
 
-    Per KV group, block and offset it keeps which token at which position was written. Each row reads its context
-    through its table and compares it with its slot's token table: a wrong table, a block freed too early, a wrong copy
-    or a bad shared prefix is noted in ``errors``, spoils the KV that the row writes, and changes the token. The token
-    depends on what was read, and on (seed, sample index, position) where temperature > 0.
+    Per KV group, block and offset it keeps which token at which position was written, and by which weights
+    (``weights``: how often they were changed). Each row reads its context through its table and compares it with its
+    slot's token table: a wrong table, a block freed too early, a wrong copy or a bad shared prefix is noted in
+    ``errors``, spoils the KV that the row writes, and changes the token. The token depends on what was read, and on
+    (seed, sample index, position) where temperature > 0.
 
     ``cheap``: no pool and no hash, for measuring the host alone. ``step_seconds``: what a step takes on the "device";
     ``collect`` sleeps until then. Steps run one after the other.
@@ -129,6 +149,10 @@ class FakeExecutor:
     logprobs: bool = True
     errors: list[str] = field(default_factory=list)
     steps: int = 0
+    weights: int = 0
+    level: int = 0  # of sleep
+    # told of each row: its handle, the group, whether it samples, and the weights that its context was computed by
+    on_read: Callable[[int, int, bool, np.ndarray], None] | None = None
 
     def __post_init__(self) -> None:
         info = self.info
@@ -139,14 +163,15 @@ class FakeExecutor:
         self.ready = 0.0
         self.in_flight = 0
         if not self.cheap:
-            self.pools = [np.full((n, info.block_size, 2), -1, np.int64) for n in info.num_blocks]
+            self.pools = [np.full((n, info.block_size, 3), -1, np.int64) for n in info.num_blocks]
             there = info.host.num_blocks if info.host else ()
-            self.host_pools = [np.full((n, info.block_size, 2), -1, np.int64) for n in there]
+            self.host_pools = [np.full((n, info.block_size, 3), -1, np.int64) for n in there]
 
     # the protocol
 
     def submit(self, plan: StepPlan) -> _InFlight:
         assert self.in_flight < 2, "more than two steps in flight"
+        assert not self.level, "a step while it sleeps"
         self.in_flight += 1
         self.steps += 1
         result = self._run_cheap(plan) if self.cheap else self._run(plan)
@@ -167,6 +192,31 @@ class FakeExecutor:
 
     def close(self) -> None:
         pass
+
+    # weights and sleep; a file of weights is a number
+
+    @property
+    def has_params(self) -> bool:
+        return self.level < 2
+
+    def start_loading(self, path: str | None) -> FakeLoading:
+        assert path is not None or self.level == 2
+        return FakeLoading(self.weights if path is None else path)
+
+    def set_params(self, params: FakeLoading) -> None:
+        assert params.error is None
+        self.weights = int(params.path)
+        self.level = min(self.level, 1)
+
+    def sleep(self, level: int) -> None:
+        assert not self.in_flight
+        self.level = level
+        for pool in self.pools + self.host_pools:
+            pool[:] = -1
+
+    def wake(self) -> None:
+        assert self.has_params
+        self.level = 0
 
     # the device
 
@@ -247,6 +297,7 @@ class FakeExecutor:
                 self.errors.append(f"slot {slot} writes position {start} to the null block of group {group}")
             pool[blocks, offsets, 0] = ids
             pool[blocks, offsets, 1] = np.arange(start, start + len(ids))
+            pool[blocks, offsets, 2] = self.weights
 
     def _read(self, plan: StepPlan, row: int) -> int:
         """Hash of what the row's last token sees; checks what all of its tokens see."""
@@ -259,12 +310,14 @@ class FakeExecutor:
             wanted = np.stack((self.tokens[slot, first:end], np.arange(first, end)), 1)
             if row >= plan.num_decode:
                 wanted[start - first :, 0] = seen[start - first :, 0]
-            if not np.array_equal(seen, wanted) or not blocks.all():
+            if self.on_read is not None:
+                self.on_read(int(plan.handles[row]), group, bool(plan.samples[row]), seen[:, 2].copy())
+            if not np.array_equal(seen[:, :2], wanted) or not blocks.all():
                 self.errors.append(f"step {plan.step_id} slot {slot} group {group}: wrong KV in {first}..{end - 1}")
                 blocks, offsets = self._places(group, slot, start, end)
                 pool[blocks, offsets, 1] = -7  # the KV that it writes is wrong, too
             last = 0 if spec.window is None else max(0, end - spec.window) - first
-            state ^= _draw(_hash(seen[last:, 0] + 1, seen[last:, 1] + 8), group)
+            state ^= _draw(_hash(seen[last:, 0] + 1, seen[last:, 1] + 8, seen[last:, 2]), group)
         return state
 
     def _sample(self, plan: StepPlan, hashes: list[int]) -> StepResult:
@@ -322,6 +375,7 @@ class Answer:
     """All that came back for one handle."""
 
     token_ids: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)  # that drew each token
     logprobs: list[tuple[float, int, tuple[int, ...]]] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[float, int]] = field(default_factory=dict)
     reason: str | None = None
@@ -339,8 +393,10 @@ class Driver:
         self.executor, self.overlap, self.check = executor, overlap, check
         self.answers: dict[int, Answer] = {}
         self._asked: dict[int, int | None] = {}
-        self._in_flight: deque[tuple[StepPlan, _InFlight]] = deque()
+        self._in_flight: deque[tuple[StepPlan, _InFlight, int]] = deque()
         self.outputs: list[StepOutput] = []
+        self.weights = 0  # how often they were changed
+        self.prompt_logprobs_may_come_again = False
 
     def add(self, request: NewRequest) -> None:
         for handle in range(request.handle, request.handle + request.params.n):
@@ -350,21 +406,46 @@ class Driver:
 
     def step(self) -> bool:
         """Plans and submits a step, reads the one before (without overlap: the same). False if nothing was done."""
-        plan, stages = self.scheduler.schedule(), self.executor.info.stages
-        if plan is None and any(before.num_rows for before, _ in list(self._in_flight)[1 - stages :][: stages - 1]):
+        plan = self.scheduler.schedule()
+        if plan is None and self._on_their_way():
             plan = empty_plan()
-        if plan is not None:
-            self._in_flight.append((plan, self.executor.submit(plan)))
-        elif not self._in_flight:
-            self._note(self.scheduler.take_events())
-        depth = stages - 1 + self.overlap if plan is not None else 0
         worked = plan is not None or bool(self._in_flight)
-        while len(self._in_flight) > depth:
-            before, in_flight = self._in_flight.popleft()
-            self._note(self.scheduler.update(before, self.executor.collect(in_flight)))
+        if not worked:
+            self._note(self.scheduler.take_events())
+        self._run(plan)
         if self.check:
             self.scheduler.check_integrity()
         return worked
+
+    def _on_their_way(self) -> bool:
+        stages = self.executor.info.stages
+        return any(before.num_rows for before, _, _ in list(self._in_flight)[1 - stages :][: stages - 1])
+
+    def _run(self, plan: StepPlan | None) -> None:
+        if plan is not None:
+            self._in_flight.append((plan, self.executor.submit(plan), self.weights))
+        depth = self.executor.info.stages - 1 + self.overlap if plan is not None else 0
+        while len(self._in_flight) > depth:
+            before, in_flight, weights = self._in_flight.popleft()
+            self._note(self.scheduler.update(before, self.executor.collect(in_flight)), weights)
+
+    def change_weights(self, recompute: bool = False) -> None:
+        """As the engine does it, between two steps."""
+        while self._on_their_way():
+            self._run(empty_plan())
+        self.weights = self.executor.weights = self.weights + 1
+        self.scheduler.new_weights(recompute)
+        if self.check:
+            self.scheduler.check_integrity()
+
+    def lose_the_pool(self) -> None:
+        """As the engine does it when it is put to sleep."""
+        while self._on_their_way():
+            self._run(empty_plan())
+        self._run(None)
+        self.scheduler.give_up_kv()
+        for pool in self.executor.pools + self.executor.host_pools:
+            pool[:] = -1
 
     def run(self, most_steps: int = 100_000) -> None:
         """Until nothing is left; fails if that takes too long or a step does nothing twice in a row."""
@@ -376,7 +457,7 @@ class Driver:
             assert idle < 3, "requests wait, but nothing is scheduled"
         raise AssertionError(f"not done after {most_steps} steps")
 
-    def _note(self, output: StepOutput | None) -> None:
+    def _note(self, output: StepOutput | None, weights: int = 0) -> None:
         if output is None:
             return
         self.outputs.append(output)
@@ -388,6 +469,7 @@ class Driver:
             answer = self.answers[handle]
             assert answer.reason is None, "a token after the end"
             answer.token_ids.append(token)
+            answer.weights.append(weights)
         if output.width > 1:
             columns = unpack_rows(rows)
             for i, handle in enumerate(handles.tolist()):
@@ -399,7 +481,8 @@ class Driver:
             answer = self.answers[prompt.handle]
             columns = unpack_rows(np.asarray(prompt.rows))
             for i in range(len(columns.ranks)):
-                assert prompt.first + i not in answer.prompt_logprobs, "a prompt log-probability came twice"
+                again = prompt.first + i in answer.prompt_logprobs
+                assert self.prompt_logprobs_may_come_again or not again, "a prompt log-probability came twice"
                 answer.prompt_logprobs[prompt.first + i] = (float(columns.logprobs[i]), int(columns.ranks[i]))
         for end in output.finished:
             answer = self.answers[end.handle]

@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lmjax.cluster.channel import Link
-from lmjax.cluster.messages import Beat, Failed, Word
+from lmjax.cluster.messages import Beat, Failed, Loaded, Word
 
 log = logging.getLogger("lmjax.cluster")
 
@@ -51,6 +51,8 @@ class Pulse:
         self._peers = [_Peer(link, time.monotonic()) for link in links]
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Word).decode
+        self.loaded: dict[int, Loaded] = {}  # by rank: what it has said last
+        self._sayings: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
         self._failures: queue.SimpleQueue[Failed] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="lmjax-pulse")
@@ -61,6 +63,10 @@ class Pulse:
         self._failures.put(Failed(message, config))
         self._thread.join()
         os._exit(LOST)
+
+    def say(self, word: Loaded) -> None:
+        """Tells the others, soon."""
+        self._sayings.put(word)
 
     def verdict(self, seconds: float) -> None:
         """After an error of this rank: it may follow from another's loss, which the thread will tell better."""
@@ -100,7 +106,7 @@ class Pulse:
         finally:
             os._exit(LOST)
 
-    def _say(self, word: Beat | Failed) -> None:
+    def _say(self, word: Word) -> None:
         for peer in self._peers:
             with contextlib.suppress(zmq.Again):  # its connection is broken
                 peer.link.words.send(self._encode(word), zmq.NOBLOCK)
@@ -116,6 +122,8 @@ class Pulse:
             if now >= next_beat:
                 next_beat = now + PERIOD
                 self._say(Beat(self.taken, self.done))
+            while not self._sayings.empty():
+                self._say(self._sayings.get())
             ready = dict(poller.poll(100))
             for peer in self._peers:
                 if failed := self._look(peer, ready):
@@ -133,6 +141,9 @@ class Pulse:
             word = self._decode(peer.link.words.recv())
             if isinstance(word, Failed):
                 return word
+            if isinstance(word, Loaded):
+                self.loaded[peer.link.rank] = word
+                continue
             peer.met, peer.heard, peer.broke, peer.beat = True, time.monotonic(), None, word
         return self._judge(peer, time.monotonic())
 

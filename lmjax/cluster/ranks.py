@@ -52,7 +52,7 @@ class Ranks:
         """Every rank's value, in their order. Each rank calls it with the same names, each once."""
         return _exchange(self._client, self.rank, self.count, name, value)
 
-    def send(self, order: Step | Stop) -> None:
+    def send(self, order: Order) -> None:
         """To all others. Never blocks; ``RuntimeError`` where a connection is broken."""
         packed = self._encode(order)
         for link in self._links:
@@ -67,7 +67,7 @@ class Ranks:
         """Whether ``receive`` would return at once; waits up to so long for that."""
         return bool(self._links[0].orders.poll(int(seconds * 1000)))
 
-    def receive(self) -> Step | Stop:
+    def receive(self) -> Order:
         """The next order of rank 0; waits for it. ``RuntimeError`` where a step is missing."""
         order = self._decode(self._links[0].orders.recv())
         if isinstance(order, Step) and order.number != self.pulse.taken + 1:

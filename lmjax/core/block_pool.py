@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import numpy as np
 
@@ -113,6 +113,20 @@ class BlockPool:
             self._num_cached_free -= 1
             self._stack[self._num_stack] = block
             self._num_stack += 1
+
+    def forget_unused(self, kept: Container[bytes] = ()) -> None:
+        """Takes the names of all unused blocks away, but for those in ``kept``. ``on_evict`` is not told."""
+        ids = np.flatnonzero(self._named & (self.refs == 0))
+        if kept:
+            ids = ids[np.array([self.digests[block] not in kept for block in ids.tolist()], bool)]
+        digests, by_digest = self.digests, self.by_digest
+        for block in ids.tolist():
+            del by_digest[digests[block]]
+        self._named[ids] = False
+        self._stamps[ids] = 0  # so their entries in the LRU list are dead
+        self._num_cached_free -= len(ids)
+        self._stack[self._num_stack : self._num_stack + len(ids)] = ids
+        self._num_stack += len(ids)
 
     def num_cached_free_of(self, ids: np.ndarray) -> int:
         return len(ids) - int(np.count_nonzero(self.refs[ids]))

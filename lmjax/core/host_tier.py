@@ -171,6 +171,14 @@ class HostTier:
         if not self._swaps_out and not self._swaps_in:
             self._settle()
 
+    def clear(self) -> None:
+        """Nothing is kept any more, nor on its way. Who wanted something has dropped it, who runs holds no blocks."""
+        assert not self._wanted, "somebody wants blocks"
+        self._swaps_out, self._swaps_in = [], []
+        self._settle()
+        for pool in self.pools:
+            pool.forget_unused()
+
     # in
 
     def bring(self, group: int, places: np.ndarray, blocks: np.ndarray) -> None:

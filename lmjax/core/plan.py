@@ -199,3 +199,23 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+    # weights and sleep, between two calls of submit with nothing in a pipeline's stages
+
+    has_params: bool
+
+    def set_params(self, params: Any) -> None:
+        """The steps submitted from now on run with these: a tree, or what ``start_loading`` gave, done."""
+        ...
+
+    def start_loading(self, path: str | None) -> Any:
+        """Reads weights beside the steps; None: from where the present ones came. Has ``done()``, then ``error``."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Frees the pool, and with level 2 the weights and the host tier. Nothing is in flight."""
+        ...
+
+    def wake(self) -> None:
+        """Makes the pool anew, empty."""
+        ...

@@ -74,6 +74,7 @@ class Request:
     entropy: bool = False  # with the targets, entropies are wanted
     num_cached: int = 0  # prefix hit of the first admission, in tokens
     saved: Saved | None = None  # its KV, if it is kept while the request waits
+    origin: tuple[str | None, str | None] = (None, None)  # adapter and salt: what the root is made of, beside weights
 
     @property
     def num_prompt(self) -> int:

@@ -20,6 +20,7 @@ from lmjax.core.output import Finished, StepOutput
 from lmjax.core.plan import ExecutorInfo, StepPlan, StepResult
 from lmjax.core.policy import rank
 from lmjax.core.prefill import PrefillPlanner, PrefillRow
+from lmjax.core.renewal import change_weights, give_up_kv
 from lmjax.core.request import ForkGroup, NewRequest, Request, State
 from lmjax.core.results import read_result
 from lmjax.core.state import EngineState
@@ -87,7 +88,8 @@ class Scheduler:
         seed = request_seed(self.config.seed, new.handle) if params.seed is None else params.seed
         most = self.info.max_model_len
         limit = most if params.max_tokens is None else min(length + params.max_tokens, most)
-        root = root_digest(new.adapter, new.cache_salt)
+        origin = (new.adapter, new.cache_salt)
+        root = root_digest(*origin, self.state.weights)
         first = self._next_sequence
         self._next_sequence += params.n
         return [
@@ -102,6 +104,7 @@ class Scheduler:
                 seed=seed,
                 limit=limit,
                 root=root,
+                origin=origin,
                 history=new.prompt,
                 num_targets=0 if i == 0 and params.prompt_logprobs is not None else -1,
                 after=new.after,
@@ -290,6 +293,17 @@ class Scheduler:
         output = StepOutput(_NO_HANDLES, 1, _NO_ROWS, [], state.started, state.finished)
         state.started, state.finished = [], []
         return output
+
+    # weights and pool
+
+    def new_weights(self, recompute: bool) -> None:
+        """The plans from now on are computed with other weights. recompute: also what running requests have computed;
+        else they keep their KV, and no request that begins later finds any of it."""
+        change_weights(self.state, recompute)
+
+    def give_up_kv(self) -> None:
+        """The pool's content is lost (and the host tier's): what ran waits, and is computed again when it comes in."""
+        give_up_kv(self.state)
 
     # insight
 

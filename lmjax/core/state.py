@@ -35,6 +35,7 @@ class EngineState:
         self.kv = KVManager(info.kv_specs, info.num_blocks, info.block_size, info.max_num_seqs, cols)
         self.queue = WaitingQueue()
         self.requests: dict[int, Request] = {}
+        self.weights = 0  # how often the weights were changed
         self.turn = 0  # which of the pipeline's groups of decode rows has its step now; a group has every p-th step
         self.groups = [np.zeros(0, np.intp) for _ in range(info.stages)]  # slots
         self.prefill: list[Request] = []  # by rank
@@ -183,11 +184,11 @@ class EngineState:
 
     # out of a slot
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Request, save: bool = True) -> None:
         """Back to the waiting requests. Its KV is found again later, as far as it is still cached, in either tier; the
-        rest is computed again."""
+        rest is computed again. save: let the host tier keep it, if that is cheaper."""
         self.stats.preemptions += 1
-        if self.tier is not None:
+        if save and self.tier is not None:
             self._save(request)
         self._suspend(request)
         request.state = State.WAITING
@@ -236,13 +237,17 @@ class EngineState:
             for slot in last_on_its_way.nonzero()[0].tolist():
                 request = table.requests[slot]
                 assert request is not None
-                self._suspend(request)
-                request.state = State.PARKED
+                self.park(request)
             return True
         if self.num_running <= 1:
             return False
         self.preempt(victim(request for request in table.requests if request is not None))
         return True
+
+    def park(self, request: Request) -> None:
+        """Its last token is on its way: it needs slot and blocks no more."""
+        self._suspend(request)
+        request.state = State.PARKED
 
     def cut_short(self, request: Request) -> None:
         """The only running request has no room to grow: it ends with what it has."""

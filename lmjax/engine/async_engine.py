@@ -17,10 +17,22 @@ from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front, check_first_rank, load_front
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.process import EngineProcess, one_line
-from lmjax.engine.records import AbortRequest, AddRequest, Dead, Progress, Ready, Shutdown, StepRecord
+from lmjax.engine.records import (
+    AbortRequest,
+    AddRequest,
+    ControlReply,
+    Dead,
+    LoadWeights,
+    Progress,
+    Ready,
+    Shutdown,
+    Sleep,
+    StepRecord,
+    WakeUp,
+)
 from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineStats
-from lmjax.types import EngineDeadError, RequestUpdate, SamplingParams
+from lmjax.types import EngineDeadError, OrderError, RequestUpdate, SamplingParams
 
 log = logging.getLogger("lmjax.engine")
 
@@ -49,6 +61,10 @@ class AsyncEngine:
         self._policy = "fcfs"
         self._progress: Callable[[str], None] | None = None
         self._on_dead: Callable[[str], None] | None = None
+        self._orders: dict[int, asyncio.Future[ControlReply]] = {}  # that wait for their reply
+        self._next_order = 0
+        self.weight_version: int | str = 0
+        self.sleep_level = 0
 
     @classmethod
     async def start(
@@ -133,6 +149,33 @@ class AsyncEngine:
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
         return self.stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
 
+    async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
+        """See ``EngineClient.load_weights``. Orders are carried out one after the other."""
+        await self._order(lambda id: LoadWeights(id, path, version, kv_cache))
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._order(lambda id: Sleep(id, level))
+
+    async def wake_up(self) -> None:
+        await self._order(WakeUp)
+
+    async def _order(self, make: Callable[[int], LoadWeights | Sleep | WakeUp]) -> None:
+        if self._dead is not None or self._process is None:
+            raise EngineDeadError(self._dead or "the engine has not started")
+        self._next_order += 1
+        order = make(self._next_order)
+        self._orders[order.id] = self._loop.create_future()
+        self._process.send(order)
+        reply = await self._orders[order.id]
+        if reply.error is not None:
+            raise OrderError(reply.error, reply.internal)
+
+    def _replied(self, reply: ControlReply) -> None:
+        self.weight_version, self.sleep_level = reply.version, reply.level
+        waiter = self._orders.pop(reply.id)
+        if not waiter.done():  # who asked may have gone
+            waiter.set_result(reply)
+
     async def close(self) -> None:
         """Aborts what runs and ends the process."""
         await self._stop(grace=5.0)
@@ -209,6 +252,8 @@ class AsyncEngine:
         match message:
             case StepRecord():
                 self._publish(message)
+            case ControlReply():
+                self._replied(message)
             case Progress():
                 log.info("%s", message.message)
                 if self._progress is not None:
@@ -255,8 +300,15 @@ class AsyncEngine:
         log.error("%s", reason)
         if self._outputs is not None:
             _wake(self._outputs.fail_all(reason))
+        self._fail_orders(reason)
         if self._on_dead is not None:
             self._on_dead(reason)
+
+    def _fail_orders(self, reason: str) -> None:
+        orders, self._orders = self._orders, {}
+        for waiter in orders.values():
+            if not waiter.done():
+                waiter.set_exception(EngineDeadError(reason))
 
     async def _stop(self, grace: float) -> None:
         process, self._on_dead = self._process, None
@@ -264,6 +316,7 @@ class AsyncEngine:
             self._dead = "the engine is closed"
         if self._outputs is not None:
             _wake(self._outputs.fail_all(self._dead))
+        self._fail_orders(self._dead)
         if not self._started.done():
             self._started.cancel()
         if process is not None and not process.released:

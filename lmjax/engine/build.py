@@ -18,7 +18,7 @@ from lmjax.weights.source import resolve_model
 if TYPE_CHECKING:
     from lmjax.core.plan import ExecutorInfo
     from lmjax.engine.engine import Engine
-    from lmjax.engine.records import StepRecord
+    from lmjax.engine.records import ControlReply, StepRecord
 
 DEFAULT_EXECUTOR = "lmjax.runtime.executor:build_executor"
 
@@ -74,7 +74,7 @@ def build_engine(
     config: EngineConfig,
     progress: Callable[[str], None],
     executor: str,
-    publish: Callable[[StepRecord], None],
+    publish: Callable[[StepRecord | ControlReply], None],
     given: Given = NOTHING,
 ) -> tuple[Engine, EngineInfo]:
     """Loads the model and compiles its programs. ``executor``: "module:function" that makes the executor; ``given``:

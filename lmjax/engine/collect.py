@@ -59,6 +59,7 @@ class Collector:
             logprobs=None if entries is None else [self._map(entry) for entry in entries],
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            weight_versions=delta.weight_versions,
         )
 
     def _map(self, entry: TokenLogprobs) -> dict[int, Logprob]:

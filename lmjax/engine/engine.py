@@ -15,7 +15,18 @@ from typing import Any
 from lmjax.core.plan import Executor, StepPlan, empty_plan
 from lmjax.core.scheduler import Scheduler
 from lmjax.engine.columns import engine_stats, new_request, step_record
-from lmjax.engine.records import AbortRequest, AddRequest, Inbound, Shutdown, StepRecord
+from lmjax.engine.live import Live
+from lmjax.engine.records import (
+    AbortRequest,
+    AddRequest,
+    ControlReply,
+    Inbound,
+    LoadWeights,
+    Shutdown,
+    Sleep,
+    StepRecord,
+    WakeUp,
+)
 from lmjax.engine.watchdog import Watchdog
 from lmjax.protocol import EngineStats
 
@@ -29,14 +40,15 @@ _STUCK = 0.02  # there is work, but none of it can be planned: look again after 
 class Engine:
     """Scheduler and executor of one model. Not thread-safe: one thread calls it.
 
-    ``publish`` gets each step's record. ``overlap``: one step more in flight than the executor has stages.
+    ``publish`` gets each step's record, and what ``live`` answers. ``overlap``: one step more in flight than the
+    executor has stages.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
-        publish: Callable[[StepRecord], None],
+        publish: Callable[[StepRecord | ControlReply], None],
         *,
         overlap: bool = True,
     ):
@@ -44,7 +56,8 @@ class Engine:
         self._publish = publish
         self._stages = executor.info.stages
         self._depth = self._stages - 1 + overlap  # steps that stay in flight
-        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Any, int | str]] = deque()  # with the version of its weights
+        self.live = Live(self, publish)
         self._stopping = False
         self._host_seconds = 0.0
         self._next_stats = 0.0
@@ -54,7 +67,7 @@ class Engine:
         step = self.step if watchdog is None else watchdog.watched(self.step)
         progress = True
         while not self._stopping:
-            if self.busy:
+            if self.busy or self.live.busy:
                 messages = receive(0.0 if progress else _STUCK)
             else:
                 messages = receive(_QUIET) or self._rest(receive)
@@ -64,7 +77,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work()
+        return bool(self._in_flight) or (self.scheduler.has_work() and not self.live.level)
 
     def handle(self, message: Inbound) -> None:
         match message:
@@ -72,6 +85,8 @@ class Engine:
                 self.scheduler.add(new_request(message))
             case AbortRequest():
                 self.scheduler.abort(message.handles)
+            case LoadWeights() | Sleep() | WakeUp():
+                self.live.order(message)
             case Shutdown():
                 self._stopping = True
 
@@ -80,12 +95,28 @@ class Engine:
 
         A pipeline's step is collected as many steps later as it has stages.
         """
+        self.live.poll()
         begin = time.perf_counter()
-        plan = self.scheduler.schedule()
+        plan = None if self.live.level else self.scheduler.schedule()
         if plan is None and self._on_their_way():
             plan = empty_plan()
+        return self._advance(plan, begin)
+
+    def flush(self) -> None:
+        """Pushes what is in the stages of a pipeline out of them: no step is computed with two sets of weights."""
+        while self._on_their_way():
+            self._advance(empty_plan(), time.perf_counter())
+
+    def drain(self) -> None:
+        """Nothing is in flight afterwards."""
+        self.flush()
+        while self._in_flight:
+            self._advance(None, time.perf_counter())
+
+    def _advance(self, plan: StepPlan | None, begin: float) -> bool:
+        """Submits the plan, if any, and collects a step, if it is time. False if it did neither."""
         if plan is not None:
-            self._in_flight.append((plan, self.executor.submit(plan)))
+            self._in_flight.append((plan, self.executor.submit(plan), self.live.version))
         done = None
         if len(self._in_flight) > (0 if plan is None else self._depth):
             done = self._in_flight.popleft()
@@ -96,6 +127,8 @@ class Engine:
             waited = time.perf_counter() - submitted
             output = self.scheduler.update(done[0], result)
         record = step_record(output or self.scheduler.take_events())
+        if done is not None and record is not None:
+            record.version = done[2]
         now = time.perf_counter()
         if record is not None or now >= self._next_stats:
             self._tell(record or StepRecord(), now)
@@ -104,7 +137,7 @@ class Engine:
 
     def _on_their_way(self) -> bool:
         """Whether a stage but the last holds a step: it needs others to push it on."""
-        return any(plan.num_rows for plan, _ in islice(reversed(self._in_flight), self._stages - 1))
+        return any(plan.num_rows for plan, _, _ in islice(reversed(self._in_flight), self._stages - 1))
 
     def stats(self) -> EngineStats:
         """A snapshot; it takes ``iteration_tokens`` with it."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import signal
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from lmjax.config import ConfigError, EngineConfig, flag
 from lmjax.engine.build import DEFAULT_EXECUTOR, build_engine, check_first_rank, load_front
 from lmjax.engine.collect import Collector
+from lmjax.engine.controls import LiveControls, interrupts_deferred
 from lmjax.engine.mesh import from_mesh
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.records import AbortRequest, AddRequest, StepRecord
@@ -39,7 +39,7 @@ Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
 
-class LLM:
+class LLM(LiveControls):
     """Loads a model and answers prompts: ``LLM("smollm2", max_num_seqs=8).generate(["Hello"])``.
 
     The keyword arguments are ``EngineConfig``'s fields. ``progress(line)`` says what is being done at the start.
@@ -81,11 +81,13 @@ class LLM:
         self.tokenizer = front.tokenizer
         self._records: list[StepRecord] = []
         say = progress or (lambda line: log.info("%s", line))
-        self._engine, info = build_engine(self._config, say, executor, self._records.append, given)
+        publish: Any = self._records.append
+        self._engine, info = build_engine(self._config, say, executor, publish, given)
         self.info = front.complete(info)
         self._outputs = OutputProcessor(self.tokenizer, self.info.eos_token_ids)
         self._lock = threading.RLock()
         self._dead: str | None = None
+        self._calls = deque()
 
     def __enter__(self) -> LLM:
         return self
@@ -293,8 +295,10 @@ class LLM:
     def _add(self, checked: Checked, priority: int, ready: list[RequestState]) -> RequestState:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
+        if self.is_sleeping:
+            raise RuntimeError("the engine sleeps: call wake_up() first")  # else this thread might wait for ever
         now = time.monotonic()
-        with _interrupts_deferred(), self._lock:
+        with interrupts_deferred(), self._lock:
             state = self._outputs.open(uuid.uuid4().hex, checked.prompt, checked.params, now, checked.sink)
             state.waiter = ready
             self._engine.handle(
@@ -316,15 +320,15 @@ class LLM:
 
     def _turn(self) -> None:
         """One step for everybody. An interrupt in the middle of it would leave the scheduler and the device apart."""
-        with _interrupts_deferred(), self._lock:
+        with interrupts_deferred(), self._lock:
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
+            self._run_calls()
             try:
                 if not self._engine.step():
                     time.sleep(_STUCK)
             except Exception as error:
-                self._dead = f"the engine's loop failed: {type(error).__name__}: {error}"
-                self._outputs.fail_all(self._dead)
+                self._fail(error)
                 raise
             records, self._records[:] = list(self._records), []
             for record in records:
@@ -334,10 +338,14 @@ class LLM:
                 if aborts:
                     self._engine.handle(AbortRequest(aborts))
 
+    def _fail(self, error: Exception) -> None:
+        self._dead = f"the engine's loop failed: {type(error).__name__}: {error}"
+        self._outputs.fail_all(self._dead)
+
     def _abort(self, states: list[RequestState]) -> None:
         if not states or self._dead is not None:
             return
-        with _interrupts_deferred(), self._lock:
+        with interrupts_deferred(), self._lock:
             handles = [handle for state in states for handle in self._outputs.close(state)]
             self._engine.handle(AbortRequest(handles))
         for _ in range(2):  # what is in flight comes back, then its blocks are free
@@ -404,19 +412,3 @@ def _progress_bar(count: int, enabled: bool) -> Iterator[Callable[[RequestUpdate
                 bar.update()
 
         yield advance
-
-
-@contextlib.contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C in the block takes effect at its end. Only the main thread gets signals, so only there it matters."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[tuple[int, FrameType | None]] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if caught and callable(previous):
-        previous(*caught[0])

@@ -189,6 +189,7 @@ class OutputProcessor:
             if request.finished:  # another choice's error ended it in this very record
                 continue
             delta = self._advance(choice, end)
+            delta.weight_versions = [record.version] * len(delta.token_ids)  # a record is of one step
             request.add(delta)
             if delta.finish_reason is not None:
                 choices.pop(choice.handle, None)

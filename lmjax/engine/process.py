@@ -32,7 +32,7 @@ import zmq
 
 from lmjax.cluster.ranks import Ranks, join, joined
 from lmjax.config import ConfigError, EngineConfig
-from lmjax.engine.records import AbortRequest, AddRequest, Dead, Following, Inbound, Outbound, Progress, Ready, Shutdown
+from lmjax.engine.records import Dead, Following, Inbound, Outbound, Progress, Ready
 from lmjax.engine.vital_signs import SILENCE, VitalSigns
 from lmjax.engine.watchdog import Watchdog, step_timeout
 
@@ -109,7 +109,7 @@ class EngineProcess:
         assert isinstance(descriptor, int)
         return descriptor
 
-    def send(self, message: AddRequest | AbortRequest | Shutdown) -> None:
+    def send(self, message: Inbound) -> None:
         """To a child that is ready. One that has died has no socket, and then zmq would wait for the next one."""
         with contextlib.suppress(zmq.Again):
             self._outbox.send(self._encode(message), zmq.NOBLOCK)

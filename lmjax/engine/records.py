@@ -37,7 +37,25 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
     pass
 
 
-Inbound = AddRequest | AbortRequest | Shutdown
+class LoadWeights(msgspec.Struct, tag="load_weights", array_like=True):
+    """``path``: a directory or a .gguf file of the model that is served. See ``engine/live.py``."""
+
+    id: int
+    path: str
+    version: int | str | None = None
+    kv_cache: str = "keep"
+
+
+class Sleep(msgspec.Struct, tag="sleep", array_like=True):
+    id: int
+    level: int = 1
+
+
+class WakeUp(msgspec.Struct, tag="wake_up", array_like=True):
+    id: int
+
+
+Inbound = AddRequest | AbortRequest | Shutdown | LoadWeights | Sleep | WakeUp
 
 
 class StepRecord(msgspec.Struct, tag="step", array_like=True):
@@ -50,6 +68,18 @@ class StepRecord(msgspec.Struct, tag="step", array_like=True):
     started: list[Started] = []
     finished: list[Finished] = []
     stats: EngineStats | None = None
+    version: int | str = 0  # of the weights that drew the tokens
+
+
+class ControlReply(msgspec.Struct, tag="reply", array_like=True):
+    """To the order of that id. ``error``: why nothing was changed; ``internal``: the order is not at fault."""
+
+    id: int
+    version: int | str
+    level: int  # of sleep
+    seconds: float
+    error: str | None = None
+    internal: bool = False
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
@@ -73,4 +103,4 @@ class Dead(msgspec.Struct, tag="dead", array_like=True):
     config: bool = False
 
 
-Outbound = StepRecord | Progress | Ready | Following | Dead
+Outbound = StepRecord | ControlReply | Progress | Ready | Following | Dead

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from lmjax.engine.process import one_line
 from lmjax.engine.routing import RUNNING_COST, Replica, block_names, by_cost
 from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineStats
-from lmjax.types import EngineDeadError, QueueFullError, RequestUpdate, SamplingParams
+from lmjax.types import EngineDeadError, OrderError, QueueFullError, RequestUpdate, SamplingParams
 
 log = logging.getLogger("lmjax.engine")
 
@@ -51,6 +51,10 @@ class Replicas:
         self._lost = EngineStats()  # counters of engines that have died
         self._tasks: set[asyncio.Task[None]] = set()
         self._dead: str | None = None
+        self._changing = asyncio.Lock()  # all engines have the same weights, and sleep together
+        self._newest: tuple[str, int | str] | None = None  # path and version of what was loaded last
+        self.weight_version: int | str = 0
+        self.sleep_level = 0
 
     @classmethod
     async def start(
@@ -138,6 +142,46 @@ class Replicas:
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
         return self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
 
+    async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
+        """See ``EngineClient.load_weights``: in all engines, one first. Where that fails nothing has changed; another
+        that fails after it is started anew, and loads them then."""
+        async with self._changing:
+            engines = self._alive()
+            index = next(iter(engines))
+            first = engines.pop(index)
+            await first.load_weights(path, version, kv_cache)
+            self.weight_version = version = first.weight_version
+            self._newest = path, version
+            self._replicas[index].forget()
+            await self._on_each(engines, lambda engine: engine.load_weights(path, version, kv_cache))
+
+    async def sleep(self, level: int = 1) -> None:
+        async with self._changing:
+            await self._on_each(self._alive(), lambda engine: engine.sleep(level))
+            self.sleep_level = max(self.sleep_level, level)
+
+    async def wake_up(self) -> None:
+        async with self._changing:
+            await self._on_each(self._alive(), lambda engine: engine.wake_up())
+            self.sleep_level = 0
+
+    def _alive(self) -> dict[int, AsyncEngine]:
+        if not self._engines:
+            raise EngineDeadError(self._dead or "no engine is alive; one is being started")
+        return dict(self._engines)
+
+    async def _on_each(self, engines: dict[int, AsyncEngine], order: Callable[[AsyncEngine], Awaitable[None]]) -> None:
+        """One that fails while another does not is started anew, since it must not differ."""
+        results = await asyncio.gather(*map(order, engines.values()), return_exceptions=True)
+        failed = {i: error for i, error in zip(engines, results, strict=True) if isinstance(error, Exception)}
+        for index in engines:
+            self._replicas[index].forget()
+        if failed and len(failed) == len(self._engines):
+            raise next(iter(failed.values()))
+        for index, error in failed.items():
+            if self._engines.get(index) is engines[index]:
+                self._lose(index, f"differs from the others: {one_line(error)}")
+
     async def close(self) -> None:
         """Aborts what runs and ends the processes."""
         if self._dead is None:
@@ -200,12 +244,29 @@ class Replicas:
             front=self._front,
             environment=_devices_of(index, index + 1, self._config.num_devices),
         )
-        self._engines[index] = engine
+        async with self._changing:
+            try:
+                await self._catch_up(engine)
+            except OrderError as error:
+                await engine.close()
+                raise EngineDeadError(f"the newest weights could not be loaded: {one_line(error)}") from error
+            self._engines[index] = engine
         log.info("engine %d is ready", index)
 
+    async def _catch_up(self, engine: AsyncEngine) -> None:
+        """With what the others were told before it was there."""
+        if self._newest is not None:
+            await engine.load_weights(*self._newest)
+        if self.sleep_level:
+            await engine.sleep(self.sleep_level)
+        if engine.dead:
+            raise EngineDeadError(engine.dead)
+
     def _lose(self, index: int, reason: str) -> None:
+        engine = self._engines.pop(index, None)
+        if engine is None:  # it was not there yet: whoever starts it finds out
+            return
         log.error("engine %d: %s; it is started anew", index, reason)
-        engine = self._engines.pop(index)
         self._lost = _added(self._lost, engine.stats())
         task = asyncio.get_running_loop().create_task(self._restart(index, engine))
         self._tasks.add(task)

@@ -11,6 +11,8 @@ import numpy as np
 
 from lmjax.runtime.buckets import ForwardKey, SampleKey
 from lmjax.runtime.host_pool import HostPool
+from lmjax.runtime.live import Load, Loading, layout_of, zeros
+from lmjax.runtime.platform import give_back_memory
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import DeviceState
 
@@ -42,9 +44,15 @@ class Device:
         state: DeviceState,
         programs: dict[Hashable, Any],
         host_blocks: tuple[int, ...] = (),
+        load: Load | None = None,
     ) -> None:
-        """host_blocks: places in host memory per group, the null block included; empty: there is no host tier."""
-        self._params = params
+        """host_blocks: places in host memory per group, the null block included; empty: there is no host tier.
+        load: reads other weights for these devices."""
+        self.params = params
+        self.layout = layout_of(params)
+        self.load = load
+        self._pool_layout = layout_of(pools)
+        self._host_blocks = host_blocks
         self._pools = pools
         self._tokens, self._sampling = state.tokens, state.sampling
         # what the forward moves on beside pools and tokens: block tables, and in a pipeline hidden states
@@ -71,7 +79,7 @@ class Device:
             program = self._programs[key]
             if isinstance(key, ForwardKey):
                 logits, self._pools, self._tokens, *self._moved, prompt = program(
-                    self._params, self._pools, self._tokens, *self._moved, packed
+                    self.params, self._pools, self._tokens, *self._moved, packed
                 )
                 outputs = Outputs(logits, prompt_logprobs=prompt)
             elif isinstance(key, SampleKey):
@@ -117,11 +125,43 @@ class Device:
         self._pools, done = self._programs[SWAP_IN](self._pools, self.host.stage(pairs), pairs)
         self.host.staged(done)
 
+    many_processes = False
+
+    def set_params(self, params: Any) -> None:
+        """params: as ``layout`` says, or a ``Loading`` that is done."""
+        self.params = params.take() if isinstance(params, Loading) else params
+
+    def start_loading(self, path: str | None) -> Loading:
+        assert self.load is not None, "there are no files"
+        return Loading(path, self.load)
+
+    def sleep(self, level: int) -> None:
+        """Frees the pools; level 2: weights and places on the host, too. Nothing may be on its way. What others hold
+        of the weights stays theirs."""
+        for pool in self._pools:
+            pool.block_until_ready()
+            pool.delete()
+        self._pools = ()
+        if self.host is not None:
+            self.host.land_all()
+            self.host.wait()
+        if level == 2:
+            self.params = self.host = None
+        give_back_memory()
+
+    def wake(self) -> None:
+        """Makes what ``sleep`` has freed anew, empty, but for the weights: they were set before."""
+        assert self.params is not None, "there are no weights"
+        if not self._pools:
+            self._pools = zeros(self._pool_layout)
+        if self.host is None and self._host_blocks:
+            self.host = HostPool(self._pools, self._host_blocks)
+
     def close(self) -> None:
         """Waits for what runs and frees the memory. May be called twice."""
         for array in jax.tree.leaves((self._pools, self._tokens, self._moved, self._sampling)):
             if not array.is_deleted():
                 array.block_until_ready()
                 array.delete()
-        self._params = self.host = None
+        self.params = self.host = None
         self._programs = {}

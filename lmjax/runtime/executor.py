@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from lmjax.cluster.ranks import Ranks, join
 from lmjax.config import ConfigError, EngineConfig
@@ -23,6 +22,7 @@ from lmjax.runtime.device import Device
 from lmjax.runtime.host_plan import host_tier, plan_host, without_swap_space
 from lmjax.runtime.inputs import InputPacker
 from lmjax.runtime.jax_executor import JaxExecutor, ModelInfo
+from lmjax.runtime.live import load_beside, read_weights, zeros
 from lmjax.runtime.memory import (
     KVPlan,
     available_memory,
@@ -56,7 +56,6 @@ from lmjax.runtime.ranks import (
 )
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
 from lmjax.weights.given import NOTHING, Given
-from lmjax.weights.loader import Spread, load_params
 from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.platform import Target, device_target
 
@@ -114,6 +113,7 @@ def build_executor(
         ),
         monitor=CompileMonitor(config.require_warm),
         adapter=made.adapter,
+        from_files=given.source is None,
     )
 
 
@@ -175,7 +175,9 @@ def _prepare(config: EngineConfig, tell: Progress, target: Target | None, given:
         first_collective(ranks, resolved.placement.mesh)
     tell("allocating the KV pool")
     # the pools come last: what compiling took is free again, and they are never moved
-    device = Device(params, _zeros(shapes.pools()), _zeros(shapes.state()), programs, host_blocks)
+    num_sharing = 1 if platform == "gpu" else sharing(resolved, ranks)
+    load = partial(load_beside, resolved, num_sharing, partial(_free_memory, resolved))
+    device = Device(params, zeros(shapes.pools()), zeros(shapes.state()), programs, host_blocks, load)
     return _Made(resolved, plan, device, host_blocks, device_count, ranks, adapter)
 
 
@@ -218,11 +220,7 @@ def _take(adapter: Adapter | None, given: Given, tell: Progress) -> Any:
 
 
 def _load(resolved: Resolved, tell: Progress) -> Any:
-    config, source, spread = resolved.config, resolved.source, None
-    if resolved.placement:
-        spread = Spread(resolved.spec, resolved.shapes((), resolved.spec.max_len).params())
-    spec = make_spec(source, config.max_model_len)
-    return load_params(source, spec, resolved.dtype, config.load_format, config.seed, _in_tenths(tell), spread)
+    return read_weights(resolved, resolved.source, resolved.config.load_format, _in_tenths(tell))
 
 
 def plan_memory(
@@ -327,7 +325,3 @@ def _in_tenths(tell: Progress) -> Callable[[int, int], None]:
             tell(f"loading weights: {10 * tenth} % of {gib(total)}")
 
     return listen
-
-
-def _zeros(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), tree)

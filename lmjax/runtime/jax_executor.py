@@ -14,9 +14,11 @@ from lmjax.runtime.adapt import Adapted, Adapter
 from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
+from lmjax.runtime.live import Loading, check_layout
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import pack_copies, pack_slot, pack_swaps
 from lmjax.sampling.params import needs_slot_state
+from lmjax.types import ParameterError
 from lmjax.weights.trees import Names
 
 if TYPE_CHECKING:
@@ -57,8 +59,9 @@ class JaxExecutor:
         packer: InputPacker,
         monitor: CompileMonitor,
         adapter: Adapter | None = None,
+        from_files: bool = True,
     ):
-        """adapter: takes weights from memory; None: they are spread over processes."""
+        """adapter: takes weights from memory; None: they are spread over processes. from_files: those of the start."""
         self.info = info
         self.model_info = model_info
         self._device = device
@@ -66,6 +69,8 @@ class JaxExecutor:
         self._monitor = monitor
         self._adapter = adapter
         self._num_in_flight = 0
+        # what the weights came from; "": files of the start; None: they were arrays
+        self._files: str | None = "" if from_files else None
         self._padded_tokens = 0
         self._device_seconds = 0.0
         self._last_done = 0.0
@@ -131,10 +136,16 @@ class JaxExecutor:
             result.prompt_logprobs = read_prompt_logprobs(plan, np.asarray(outputs.prompt_logprobs))
         return result
 
+    # weights and sleep
+
     @property
     def params(self) -> Any:
-        """The weights that steps run with: ``models.params.DecoderParams``."""
+        """The tree that the next step runs with, ``models.params.DecoderParams``; None: it was freed."""
         return self._device.params
+
+    @property
+    def has_params(self) -> bool:
+        return self._device.params is not None
 
     def adapt(self, tree: Any, names: Names | None = None) -> Adapted:
         """``tree`` (see ``weights.trees.read_tree``) in the layout, type and sharding of ``params``; nothing else
@@ -143,6 +154,36 @@ class JaxExecutor:
         if self._adapter is None:
             raise ConfigError("params: this engine's weights are spread over several processes (--nnodes)")
         return self._adapter.adapt(tree, names)
+
+    def check_params(self, tree: Any) -> None:
+        """Raises ``ParameterError`` for anything but jax arrays with the shapes, dtypes and shardings of ``params``."""
+        if self._device.many_processes:
+            raise ParameterError("params", "arrays are for one process; on several hosts weights come from files")
+        check_layout(tree, self._device.layout)
+
+    def set_params(self, params: Any) -> None:
+        """The steps submitted from now on read these very buffers: a tree as ``check_params`` takes it, or what
+        ``start_loading`` gave, when it is done."""
+        if isinstance(params, Loading):
+            self._files = params.path or self._files
+        else:
+            self.check_params(params)
+            self._files = None
+        self._device.set_params(params)
+
+    def start_loading(self, path: str | None) -> Loading:
+        """None: the files that the present weights came from."""
+        if path is None and self._files is None:
+            raise ParameterError("params", "are missing: the weights were set from arrays, so no file has them")
+        return self._device.start_loading(path or self._files or None)
+
+    def sleep(self, level: int) -> None:
+        with self._monitor.watch():
+            self._device.sleep(level)
+
+    def wake(self) -> None:
+        with self._monitor.watch():
+            self._device.wake()
 
     def stats(self) -> dict[str, float]:
         """``compiles_total`` (since ready), ``padded_tokens_total``, ``device_seconds``: time in which a step ran, as

@@ -88,6 +88,7 @@ class _Answer:
             finish_reason=whole.finish_reason,
             stop_reason=whole.stop_reason,
             token_ids=whole.token_ids if self._asked.return_token_ids else UNSET,
+            weight_versions=whole.weight_versions if self._asked.return_token_ids else UNSET,
         )
 
 
@@ -123,7 +124,7 @@ class _Chunks:
         if delta.finish_reason is not None:
             choice.stop_reason = delta.stop_reason
         if self._asked.return_token_ids:
-            choice.token_ids = delta.token_ids
+            choice.token_ids, choice.weight_versions = delta.token_ids, delta.weight_versions
         return choice
 
 

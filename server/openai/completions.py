@@ -112,7 +112,7 @@ class _Answer:
             stop_reason=delta.stop_reason,
         )
         if self.asked.return_token_ids:
-            choice.token_ids = delta.token_ids
+            choice.token_ids, choice.weight_versions = delta.token_ids, delta.weight_versions
             choice.prompt_token_ids = self.jobs[prompt].ids if state.first else UNSET
         if self.asked.prompt_logprobs is not None:
             entries = self.prompt_logprobs[prompt]

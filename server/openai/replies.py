@@ -58,6 +58,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[Any] | UnsetType = UNSET
+    weight_versions: list[int | str] | UnsetType = UNSET  # with token_ids, one each
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -98,6 +99,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[int | str] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -124,3 +126,4 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[int | str] | UnsetType = UNSET

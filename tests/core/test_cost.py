@@ -49,7 +49,7 @@ def decode_step_bytecodes(running=8, waiting=0, context=40, logprobs=None) -> in
     while scheduler.state.table.planned[0] % 16 not in (4, 5):
         driver.step()
     driver.step()
-    plan, in_flight = driver._in_flight.popleft()
+    plan, in_flight, _ = driver._in_flight.popleft()
     result = executor.collect(in_flight)
 
     def step():

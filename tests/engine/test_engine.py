@@ -159,7 +159,7 @@ def test_the_host_part_of_a_step_is_small():
 def test_steps_take_as_long_as_the_device():
     engine = busy_engine(256, step_seconds=0.005)
     executor = engine.executor
-    ((plan, in_flight),) = engine._in_flight
+    ((plan, in_flight, _),) = engine._in_flight
     took = quickest(engine.step)
     executor.collect(engine._in_flight[0][1])
     in_flight = executor.submit(plan)

@@ -19,7 +19,10 @@ COUNTERS = (
     "step_device_seconds pipeline_ticks pipeline_idle_ticks external_prefix_cache_queries "
     "external_prefix_cache_hits num_swaps_out num_swaps_in swapped_out_blocks swapped_in_blocks swapped_bytes"
 )
-GAUGES = "num_requests_running num_requests_waiting kv_cache_usage_perc cpu_cache_usage_perc cache_config_info"
+GAUGES = (
+    "num_requests_running num_requests_waiting kv_cache_usage_perc cpu_cache_usage_perc cache_config_info "
+    "weights_info sleep_level"
+)
 
 
 async def scrape(server: Api) -> tuple[dict[str, str], dict[str, float]]:
