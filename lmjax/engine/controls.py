@@ -106,7 +106,9 @@ class LiveControls:
         found = executor.adapt(tree)
         executor.check_params(found.params)
         if found.converted:
-            log.info("weights: %d arrays converted in %.3f s, %d as they are", found.converted, found.seconds, found.kept)
+            log.info(
+                "weights: %d arrays converted in %.3f s, %d as they are", found.converted, found.seconds, found.kept
+            )
         return found.params
 
     def _load(self, path: str | None) -> Any:

@@ -68,10 +68,6 @@ class Device:
         """Of all programs, in an order that is the same in every process."""
         return sorted(self._programs, key=repr)
 
-    @property
-    def params(self) -> Any:
-        return self._params
-
     def run(self, calls: Sequence[Call]) -> Outputs:
         """Dispatches a step's programs, its one forward among them, and the copy of their result to the host."""
         outputs: Outputs | None = None

@@ -59,10 +59,6 @@ class Leader:
     def keys(self) -> list[Hashable]:
         return self._device.keys
 
-    @property
-    def params(self) -> Any:
-        return self._device.params
-
     def run(self, calls: Sequence[Call]) -> Outputs:
         self._steps += 1
         self._ranks.send(self._codec.encode(self._steps, calls))
