@@ -64,8 +64,8 @@ class LiveControls:
 
         ``params``: whatever ``LLM(params=...)`` takes. Arrays with the type, layout and sharding of ``self.params`` are
         used as they are: so they must not be donated or deleted while they are in use. Others are converted on the
-        device, which the log tells with the time it took. ``version``: of the new weights, given with each of their tokens
-        (``CompletionOutput.weight_versions``); None: the number after the present one. ``kv_cache``: "keep" what
+        device, which the log tells with the time it took. ``version``: of the new weights, given with each of their
+        tokens (``CompletionOutput.weight_versions``); None: the number after the present one. ``kv_cache``: "keep" what
         running requests have computed with the old weights (new requests never find it), or "recompute" it.
         Raises ``ParameterError`` that names the leaf or the argument; then nothing has changed.
         """

@@ -26,8 +26,8 @@ def make_sample(
 ) -> SampleProgram:
     """``(logits [V, S], tokens, sampling state, packed) -> (tokens, result)``; donate tokens.
 
-    Rows of the logits beyond ``vocab`` are padding. With ``env.vocab_axis`` logits are one device's rows [V_local, S], and
-    ``Placement.wrap_sample`` makes one function of all. ``env``: what for.
+    Rows of the logits beyond ``vocab`` are padding. With ``env.vocab_axis`` logits are one device's rows
+    [V_local, S], and ``Placement.wrap_sample`` makes one function of all.
 
     result: token rows, int32 [S, 1], or [S, 3 + 2 * max_logprobs] with log-probabilities.
     """

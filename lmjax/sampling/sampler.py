@@ -34,9 +34,11 @@ def _draw(
     uniforms: tuple[jax.Array, jax.Array],
     share: Share = WHOLE,
 ) -> jax.Array:
-    """Two-level inverse CDF: token ids [S], or negative if nothing has weight. ``uniforms``: [S] each; the first chooses
-    the chunk by its share of the total weight, the second the token by its share of the chunk's. One number for both
-    would have all tokens' bounds in one row: 50,000 places where the last bits of the logits decide, instead of 500.
+    """Two-level inverse CDF: token ids [S], or negative if nothing has weight.
+
+    ``uniforms``: [S] each; the first chooses the chunk by its share of the total weight, the second the token by its
+    share of the chunk's. One number for both would have the bounds of all tokens in one row: 50,000 places where the
+    last bits of the logits decide, instead of 500.
 
     ``chunked`` [C, CHUNK, S] processed logits (of ``share``), ``best`` [S] their maxima, ``threshold`` [S] the
     smallest logit that may be drawn. Sums of chunks first, then only inside the chosen chunk: no scan over the

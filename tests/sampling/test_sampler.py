@@ -243,7 +243,8 @@ def test_the_ends_of_the_unit_interval_draw_tokens_with_weight():
     chunked = jnp.asarray(scores).reshape(5, 128, 2)
     one = jnp.ones(2, jnp.float32)
     draw_jit = jax.jit(sampler._draw)
-    draw = draw_jit(chunked, one, one, -jnp.inf * one, jnp.asarray([0.0, 1 - 2.0**-24], jnp.float32))
+    ends = jnp.asarray([0.0, 1 - 2.0**-24], jnp.float32)
+    draw = draw_jit(chunked, one, one, -jnp.inf * one, (ends, ends))
     assert draw.tolist() == [130, 390]
     draw = draw_jit(chunked, one, one, 0.5 * one, jnp.asarray([0.0, 1 - 2.0**-24], jnp.float32))
     assert draw.tolist() == [200, 200]
