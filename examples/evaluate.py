@@ -125,8 +125,12 @@ class LmjaxLM(TemplateLM):
         return str(self.tokenizer.chat_template or "")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return render_chat(self.tokenizer, chat_history, **options)
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
 
     def _bar(self, items: Iterator[Any], total: int) -> Iterator[Any]:
         return iter(tqdm(items, total=total, disable=not self._progress, unit="req"))

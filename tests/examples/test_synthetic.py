@@ -17,8 +17,8 @@ from tests.runtime.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
-    *("--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--max-model-len", "128", "--block-size", "4"),
-    *("--num-gpu-blocks-override", "200"),
+    *("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128"),
+    *("--num-gpu-blocks-override", "50"),
 )
 CHAT = [{"role": "user", "content": "hi"}]
 
