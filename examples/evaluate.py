@@ -75,8 +75,8 @@ class LmjaxLM(TemplateLM):
         results: list[Any] = [None] * len(requests)
         for index, logprobs, greedy in self._bar(score(self.llm, sequences), len(requests)):
             key, _, continuation = requests[index]
-            count = min(len(continuation), len(logprobs))
-            results[index] = sum(logprobs[-count:]), all(greedy[-count:])
+            begin = max(0, len(logprobs) - len(continuation))
+            results[index] = sum(logprobs[begin:]), all(greedy[begin:])
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, results[index])
         return results

@@ -16,6 +16,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -80,7 +81,7 @@ def read_jobs(path: Path, report: Report, *settings: Any, **more: Any) -> dict[K
                 if found and (first := jobs.get(found[0].key)):
                     raise ValueError(f"id: {first.key[0]!r} is that of line {first.line}, too")
                 jobs |= {job.key: job for job in found}
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 report(number, error)
     return jobs
 
@@ -160,16 +161,17 @@ def main(argv: list[str] | None = None) -> int:
 
     own, sampling, engine = (settings_of(args, options) for options in (OWN, SAMPLED, ENGINE))
     sampling = {"max_tokens": 256} | sampling
-    try:
-        SamplingParams(**sampling)
-        if own.get("samples", 1) < 1:
-            raise ValueError(f"--samples: got {own['samples']}, must be at least 1")
-        jobs = read_jobs(args.prompts, report, sampling, {name: engine.get(name) for name in MODEL}, **own)
-        with lock(args.answers) as file:
+    with ExitStack() as stack:
+        try:
+            SamplingParams(**sampling)
+            if own.get("samples", 1) < 1:
+                raise ValueError(f"--samples: got {own['samples']}, must be at least 1")
+            jobs = read_jobs(args.prompts, report, sampling, {name: engine.get(name) for name in MODEL}, **own)
+            file = stack.enter_context(lock(args.answers))
             done = read_answers(file, jobs)
-            work(file, jobs, done, report, engine)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        work(file, jobs, done, report, engine)
     return 1 if bad else 0
 
 
