@@ -15,6 +15,7 @@ import pytest
 from examples import synthetic
 from tests.runtime.tiny import tiny_model
 
+pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
 FLAGS = (
     *("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128"),
@@ -56,7 +57,7 @@ def kill_after(lines: int, arguments: list[str], answers: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "examples.synthetic", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while not answers.exists() or answers.read_bytes().count(b"\n") < lines:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=60)[1].decode()
         time.sleep(0.005)
