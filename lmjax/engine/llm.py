@@ -118,6 +118,33 @@ class LLM(LiveControls):
         params = sampling_params or self.get_default_sampling_params()
         return self._generate(texts, [self._encode(prompt) for prompt in listed], params, use_tqdm, priority)
 
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """As ``generate``, but each answer comes as soon as it is whole, with the index of its prompt.
+
+        Nothing runs before the first answer is asked for. Closing the iterator aborts what is left.
+        """
+        listed = _prompt_list(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        params = sampling_params or self.get_default_sampling_params()
+        checked, priorities, collectors = self._check(texts, [self._encode(p) for p in listed], params, priority)
+
+        open_ones = dict(enumerate(collectors))  # what is finished is the caller's alone
+
+        def answers() -> Generator[tuple[int, RequestOutput], None, None]:
+            with contextlib.closing(self._run(checked, priorities)) as updates:
+                for index, update in updates:
+                    open_ones[index].add(update)
+                    if update.finished:
+                        yield index, open_ones.pop(index).output()
+
+        return answers()
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -239,14 +266,7 @@ class LLM(LiveControls):
         use_tqdm: bool,
         priority: int | Sequence[int],
     ) -> list[RequestOutput]:
-        params = _list_of("sampling_params", sampling_params, SamplingParams, len(prompts))
-        priorities = _list_of("priority", priority, int, len(prompts))
-        for value in priorities:
-            check_priority(value, self._config.scheduling_policy)
-        checked = [check_request(ids, p, self.info, self.tokenizer) for ids, p in zip(prompts, params, strict=True)]
-        collectors = [
-            Collector(self.tokenizer, text, c.prompt, c.params) for text, c in zip(texts, checked, strict=True)
-        ]
+        checked, priorities, collectors = self._check(texts, prompts, sampling_params, priority)
         with (
             _progress_bar(len(prompts), use_tqdm) as bar,
             contextlib.closing(self._run(checked, priorities)) as updates,
@@ -255,6 +275,23 @@ class LLM(LiveControls):
                 collectors[index].add(update)
                 bar(update)
         return [collector.output() for collector in collectors]
+
+    def _check(
+        self,
+        texts: Sequence[str | None],
+        prompts: Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        priority: int | Sequence[int],
+    ) -> tuple[list[Checked], list[int], list[Collector]]:
+        params = _list_of("sampling_params", sampling_params, SamplingParams, len(prompts))
+        priorities = _list_of("priority", priority, int, len(prompts))
+        for value in priorities:
+            check_priority(value, self._config.scheduling_policy)
+        checked = [check_request(ids, p, self.info, self.tokenizer) for ids, p in zip(prompts, params, strict=True)]
+        collectors = [
+            Collector(self.tokenizer, text, c.prompt, c.params) for text, c in zip(texts, checked, strict=True)
+        ]
+        return checked, priorities, collectors
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -36,6 +36,21 @@ def test_answers_come_in_order(llm):
     assert alone[0].outputs == outputs[2].outputs and alone[0].outputs[0].finish_reason == "length"
 
 
+def test_answers_as_they_are_finished(llm):
+    prompts, lengths = ["alpha", "beta", "gamma"], (30, 2, 9)
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    found = list(llm.as_completed(prompts, params))
+    assert [index for index, _ in found] == [1, 2, 0]
+    assert all(output.outputs == expected[index].outputs for index, output in found)
+    with pytest.raises(ParameterError, match="prompt: is empty"):
+        llm.as_completed(["fine", ""], GREEDY)
+    left = llm.as_completed(prompts, params)
+    assert next(left)[0] == 1 and llm.stats().num_running == 2
+    left.close()
+    assert llm.stats().num_running == 0 and llm.stats().kv_usage == 0
+
+
 def test_token_ids_are_prompts_too(llm):
     by_text = llm.generate(["ab"], GREEDY, use_tqdm=False)[0]
     for prompts in ([97, 98], [[97, 98]]):
