@@ -13,12 +13,14 @@ a prefill.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +81,13 @@ def random_neighbours(rng: random.Random, count: int) -> tuple[list[list[int]], 
 
 
 def one_wave(llm: Any, rng: random.Random, most: int) -> tuple[list[Bits], list[bool]]:
-    """The prompt, up to three times, somewhere among neighbours: its bits, and whether scoring gives the same."""
+    """The prompt, up to six times, somewhere among neighbours: its bits, and whether scoring gives the same."""
     from lmjax import SamplingParams
 
     mine = SamplingParams(temperature=0.8, seed=5, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
     prompts, params = random_neighbours(rng, rng.choice((0, 1, 3, 7, 15, most)))
     places = set()
-    for _ in range(rng.randrange(1, 4)):
+    for _ in range(rng.randrange(1, 7)):
         at = rng.randrange(len(prompts) + 1)
         places = {place + (place >= at) for place in places} | {at}
         prompts.insert(at, PROMPT)
@@ -100,16 +102,24 @@ def one_wave(llm: Any, rng: random.Random, most: int) -> tuple[list[Bits], list[
     return found, [scored(again[0], tokens) == bits]
 
 
-def repeat(runs: int, deterministic: bool, layers: int, seed: int = 0, most: int = 40) -> dict[str, Any]:
-    """At least ``runs`` runs over all ``ENGINES``; each of them is a start of its own."""
+def repeat(
+    runs: int,
+    deterministic: bool,
+    layers: int,
+    seed: int = 0,
+    most: int = 40,
+    engines: Sequence[dict[str, Any]] = ENGINES,
+    **settings: Any,
+) -> dict[str, Any]:
+    """At least ``runs`` runs over all ``engines``; each of them is a start of its own. ``settings``: of all of them."""
     rng = random.Random(seed)
     found: Counter[Bits] = Counter()
     equal: list[bool] = []
     preemptions = hits = compiles = 0
-    for i, engine in enumerate(ENGINES):
-        llm = make_llm(layers, deterministic=deterministic, **engine)
+    for i, engine in enumerate(engines):
+        llm = make_llm(layers, deterministic=deterministic, **engine, **settings)
         try:
-            while found.total() < runs * (i + 1) / len(ENGINES):
+            while found.total() < runs * (i + 1) / len(engines):
                 bits, same = one_wave(llm, rng, most)
                 found.update(bits)
                 equal += same
@@ -122,6 +132,7 @@ def repeat(runs: int, deterministic: bool, layers: int, seed: int = 0, most: int
         "runs": found.total(),
         "token_sequences": len({tokens for tokens, _ in found}),
         "logprob_bit_sets": len(found),
+        "digest": hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:16],
         "scored_as_prompt": len(equal),
         "scored_equal_to_sampled": sum(equal),
         "preemptions": preemptions,

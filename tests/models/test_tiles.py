@@ -118,9 +118,7 @@ def test_a_pool_is_updated_in_place():
     model, sizes = Model(SMOLLM2, Env(tile=CPU_TILE)), []
     batch = make_batch(64, [(np.zeros(3, np.int32), 0, OWN)])
     for blocks in (64, 1024):
-        pools = tuple(
-            jax.ShapeDtypeStruct(decoder.pool_shape(kv, blocks, BLOCK), jnp.float32) for kv in model.groups
-        )
+        pools = tuple(jax.ShapeDtypeStruct(decoder.pool_shape(kv, blocks, BLOCK), jnp.float32) for kv in model.groups)
         lowered = forward.lower(model.params, model.spec, pools, batch, model.env)
         sizes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
     assert sizes[1] - sizes[0] < 2**16, sizes
