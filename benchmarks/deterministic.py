@@ -141,12 +141,13 @@ def repeat(
     }
 
 
-def cost(rounds: int, layers: int | None = None) -> dict[str, Any]:
+def cost(rounds: int, budget: int = 512, layers: int | None = None) -> dict[str, Any]:
     """Ratios of seconds, with the flag over without."""
     from lmjax import SamplingParams
 
     rng = random.Random(3)
-    settings: dict[str, Any] = {"max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 29, "enable_prefix_caching": False}
+    settings: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": budget}
+    settings |= {"kv_cache_memory_bytes": 1 << 29, "enable_prefix_caching": False}
     llms = [make_llm(layers, deterministic=flag, **settings) for flag in (False, True)]
 
     def seconds(llm: Any, prompts: list[list[int]], new: int) -> float:
@@ -155,7 +156,7 @@ def cost(rounds: int, layers: int | None = None) -> dict[str, Any]:
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start
 
-    cases = {f"decode_{n}": ([[rng.randrange(10, 40000)] * 8 for _ in range(n)], 48) for n in (1, 8, 32)}
+    cases = {f"decode_{n}": ([[rng.randrange(10, 40000)] * 8 for _ in range(n)], 48) for n in (8, 32, 1)}
     cases["prefill_400"] = ([[rng.randrange(10, 40000) for _ in range(400)]], 1)
     found: dict[str, Any] = {}
     try:
@@ -186,13 +187,14 @@ def main() -> None:
     parser.add_argument("--control", type=int, default=60, help="runs without the flag; 0: none")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4, help="pairs of the cost; 0: none")
+    parser.add_argument("--budget", type=int, default=512, help="tokens of a step in the cost; smaller compiles less")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/deterministic.json"))
     args = parser.parse_args()
     result: dict[str, Any] = {"jax": jax.__version__, "machine": platform.processor() or platform.machine()}
     if args.output.exists():
         result = json.loads(args.output.read_text()) | result
     if args.rounds:
-        result["cost"] = cost(args.rounds)
+        result["cost"] = cost(args.rounds, args.budget)
     for name, runs, flag in (("control", args.control, False), ("deterministic", args.runs, True)):
         if runs:
             result[name] = {"layers": args.layers} | repeat(runs, flag, args.layers)

@@ -17,7 +17,6 @@ from lmjax.sampling.logprobs import Logprobs
 from lmjax.sampling.sampler import SampleOut
 from lmjax.sampling.sampler import sample as draw
 from lmjax.sampling.share import Share
-from pallas_kernels.platform import Target
 
 SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -28,7 +27,7 @@ def make_sample(
     """``(logits [V, S], tokens, sampling state, packed) -> (tokens, result)``; donate tokens.
 
     Rows of the logits beyond ``vocab`` are padding. With a mesh ``axis`` logits are one device's rows [V_local, S], and
-    ``Placement.wrap_sample`` makes one function of all. Of ``env`` only ``tile`` and ``target`` are read.
+    ``Placement.wrap_sample`` makes one function of all. Of ``env`` only ``tile`` is read.
 
     result: token rows, int32 [S, 1], or [S, 3 + 2 * max_logprobs] with log-probabilities.
     """
@@ -46,7 +45,7 @@ def make_sample(
         if env.tile is None:
             out = draw_rows(logits, parts["params"], slots, positions, state)
         else:
-            out = draw_in_tiles(logits, parts["params"], slots, positions, state, env.tile, env.target)
+            out = draw_in_tiles(logits, parts["params"], slots, positions, state, env.tile)
         tokens = tokens.at[slots, positions].set(out.token_ids, mode="promise_in_bounds")
         result = out.token_ids[:, None]
         if key.logprobs:
@@ -81,7 +80,6 @@ def draw_in_tiles(
     positions: jax.Array,
     state: _State,
     tile: int,
-    target: Target,
 ) -> SampleOut:
     """``draw_rows``, so many rows at a time; log-probabilities by the code that a prompt's are made with."""
     width, most = slots.shape[0], state.max_logprobs
@@ -102,4 +100,4 @@ def draw_in_tiles(
     if most:
         tops = (jnp.zeros((width, most), x) for x in (jnp.int32, jnp.float32))
         out = SampleOut(ints, floats, ints, *tops)
-    return over_tiles(tile, width, used, body, out, target)
+    return over_tiles(tile, width, used, body, out)
