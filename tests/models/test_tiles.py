@@ -100,7 +100,10 @@ WORK = (
 )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+SLOW = pytest.param("qwen2_moe_window", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [SLOW if name == "qwen2_moe_window" else name for name in CONFIGS])
 def test_bits_do_not_depend_on_the_step(name):
     model = Model(CONFIGS[name], Env(tile=CPU_TILE))
     first, *rest = (model.bits(*work, seed=i) for i, work in enumerate(WORK))
