@@ -13,12 +13,14 @@ a prefill.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +81,13 @@ def random_neighbours(rng: random.Random, count: int) -> tuple[list[list[int]], 
 
 
 def one_wave(llm: Any, rng: random.Random, most: int) -> tuple[list[Bits], list[bool]]:
-    """The prompt, up to three times, somewhere among neighbours: its bits, and whether scoring gives the same."""
+    """The prompt, up to six times, somewhere among neighbours: its bits, and whether scoring gives the same."""
     from lmjax import SamplingParams
 
     mine = SamplingParams(temperature=0.8, seed=5, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
     prompts, params = random_neighbours(rng, rng.choice((0, 1, 3, 7, 15, most)))
     places = set()
-    for _ in range(rng.randrange(1, 4)):
+    for _ in range(rng.randrange(1, 7)):
         at = rng.randrange(len(prompts) + 1)
         places = {place + (place >= at) for place in places} | {at}
         prompts.insert(at, PROMPT)
@@ -100,16 +102,24 @@ def one_wave(llm: Any, rng: random.Random, most: int) -> tuple[list[Bits], list[
     return found, [scored(again[0], tokens) == bits]
 
 
-def repeat(runs: int, deterministic: bool, layers: int, seed: int = 0, most: int = 40) -> dict[str, Any]:
-    """At least ``runs`` runs over all ``ENGINES``; each of them is a start of its own."""
+def repeat(
+    runs: int,
+    deterministic: bool,
+    layers: int,
+    seed: int = 0,
+    most: int = 40,
+    engines: Sequence[dict[str, Any]] = ENGINES,
+    **settings: Any,
+) -> dict[str, Any]:
+    """At least ``runs`` runs over all ``engines``; each of them is a start of its own. ``settings``: of all of them."""
     rng = random.Random(seed)
     found: Counter[Bits] = Counter()
     equal: list[bool] = []
     preemptions = hits = compiles = 0
-    for i, engine in enumerate(ENGINES):
-        llm = make_llm(layers, deterministic=deterministic, **engine)
+    for i, engine in enumerate(engines):
+        llm = make_llm(layers, deterministic=deterministic, **engine, **settings)
         try:
-            while found.total() < runs * (i + 1) / len(ENGINES):
+            while found.total() < runs * (i + 1) / len(engines):
                 bits, same = one_wave(llm, rng, most)
                 found.update(bits)
                 equal += same
@@ -122,6 +132,7 @@ def repeat(runs: int, deterministic: bool, layers: int, seed: int = 0, most: int
         "runs": found.total(),
         "token_sequences": len({tokens for tokens, _ in found}),
         "logprob_bit_sets": len(found),
+        "digest": hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:16],
         "scored_as_prompt": len(equal),
         "scored_equal_to_sampled": sum(equal),
         "preemptions": preemptions,
@@ -130,12 +141,13 @@ def repeat(runs: int, deterministic: bool, layers: int, seed: int = 0, most: int
     }
 
 
-def cost(rounds: int, layers: int | None = None) -> dict[str, Any]:
+def cost(rounds: int, budget: int = 512, layers: int | None = None) -> dict[str, Any]:
     """Ratios of seconds, with the flag over without."""
     from lmjax import SamplingParams
 
     rng = random.Random(3)
-    settings: dict[str, Any] = {"max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 29, "enable_prefix_caching": False}
+    settings: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": budget}
+    settings |= {"kv_cache_memory_bytes": 1 << 29, "enable_prefix_caching": False}
     llms = [make_llm(layers, deterministic=flag, **settings) for flag in (False, True)]
 
     def seconds(llm: Any, prompts: list[list[int]], new: int) -> float:
@@ -144,7 +156,7 @@ def cost(rounds: int, layers: int | None = None) -> dict[str, Any]:
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start
 
-    cases = {f"decode_{n}": ([[rng.randrange(10, 40000)] * 8 for _ in range(n)], 48) for n in (1, 8, 32)}
+    cases = {f"decode_{n}": ([[rng.randrange(10, 40000)] * 8 for _ in range(n)], 48) for n in (8, 32, 1)}
     cases["prefill_400"] = ([[rng.randrange(10, 40000) for _ in range(400)]], 1)
     found: dict[str, Any] = {}
     try:
@@ -175,13 +187,14 @@ def main() -> None:
     parser.add_argument("--control", type=int, default=60, help="runs without the flag; 0: none")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4, help="pairs of the cost; 0: none")
+    parser.add_argument("--budget", type=int, default=512, help="tokens of a step in the cost; smaller compiles less")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/deterministic.json"))
     args = parser.parse_args()
     result: dict[str, Any] = {"jax": jax.__version__, "machine": platform.processor() or platform.machine()}
     if args.output.exists():
         result = json.loads(args.output.read_text()) | result
     if args.rounds:
-        result["cost"] = cost(args.rounds)
+        result["cost"] = cost(args.rounds, args.budget)
     for name, runs, flag in (("control", args.control, False), ("deterministic", args.runs, True)):
         if runs:
             result[name] = {"layers": args.layers} | repeat(runs, flag, args.layers)

@@ -101,7 +101,7 @@ def _forward_in_tiles(
         return put_columns(hidden, own, first), pools
 
     hidden = jnp.zeros((spec.hidden, width), params.norm.dtype)
-    return over_tiles(tile, width, batch.num_tokens, body, (hidden, pools), env.target)
+    return over_tiles(tile, width, batch.num_tokens, body, (hidden, pools))
 
 
 def run_layers(

@@ -22,9 +22,9 @@ GPU_TILE = 128  # up to it a product takes the time of reading its weights
 
 
 def least_width(target: Target) -> int:
-    """Columns that an array in tiles has at least. On a CPU two tiles: a slice of everything is none to XLA, and what
-    takes it would be fused otherwise than in wider programs. Tiles that are not used cost nothing."""
-    return 2 * CPU_TILE if target.platform == "cpu" else GPU_TILE
+    """Columns that an array in tiles has at least: two tiles. A slice of everything is none to XLA, and what takes it
+    would be fused, and on a card laid out, otherwise than in wider programs. Tiles that are not used cost nothing."""
+    return 2 * tile_width(target)
 
 
 State = TypeVar("State")
@@ -36,15 +36,10 @@ def tile_width(target: Target) -> int:
 
 
 def over_tiles(
-    tile: int, width: int, used: jax.Array, body: Callable[[jax.Array, State], State], state: State, target: Target
+    tile: int, width: int, used: jax.Array, body: Callable[[jax.Array, State], State], state: State
 ) -> State:
-    """``body(first column, state) -> state`` for the tiles that hold the first ``used`` int32 [] of ``width`` columns.
-
-    On a card one tile is no loop: the host would have to wait for the number of turns, and could not plan ahead.
-    """
-    assert width % tile == 0 and width >= least_width(target), (width, tile)
-    if width == tile and target.platform != "cpu":
-        return body(jnp.int32(0), state)
+    """``body(first column, state) -> state`` for the tiles with the first ``used`` int32 [] of ``width`` columns."""
+    assert width % tile == 0 and width >= 2 * tile, (width, tile)
     size = jnp.int32(tile)
     turns = (used + (size - 1)) // size
     return lax.fori_loop(jnp.zeros_like(turns), turns, lambda i, state: body(i * size, state), state)

@@ -68,7 +68,7 @@ def head_of_rows(params: Any, spec: DecoderSpec, hidden: jax.Array, num_rows: ja
 
     table = params.embed if spec.tie_embeddings else params.head
     out = jnp.zeros((table.shape[0], width), jnp.float32)
-    return over_tiles(tile, width, num_rows, body, out, env.target)
+    return over_tiles(tile, width, num_rows, body, out)
 
 
 def take_tokens(parts: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,6 @@ from lmjax.runtime.inputs import sample_layout
 from lmjax.sampling.logprobs import Logprobs, target_logprobs
 from lmjax.sampling.sampler import SampleOut, choose
 from lmjax.sampling.share import Share
-from pallas_kernels.platform import Target
 
 SampleProgram = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -46,7 +45,7 @@ def make_sample(
         if env.tile is None:
             out = draw_rows(logits, parts["params"], slots, positions, state)
         else:
-            out = draw_in_tiles(logits, parts["params"], slots, positions, state, env.tile, env.target)
+            out = draw_in_tiles(logits, parts["params"], slots, positions, state, env.tile)
         tokens = tokens.at[slots, positions].set(out.token_ids, mode="promise_in_bounds")
         result = out.token_ids[:, None]
         if key.logprobs:
@@ -102,7 +101,6 @@ def draw_in_tiles(
     positions: jax.Array,
     state: _State,
     tile: int,
-    target: Target,
 ) -> SampleOut:
     """``draw_rows``, so many rows at a time; log-probabilities by the code that a prompt's are made with."""
     width, most = slots.shape[0], state.max_logprobs
@@ -124,4 +122,4 @@ def draw_in_tiles(
     if most:
         tops = (jnp.zeros((width, most), x) for x in (jnp.int32, jnp.float32))
         out = SampleOut(ints, floats, ints, *tops)
-    return over_tiles(tile, width, used, body, out, target)
+    return over_tiles(tile, width, used, body, out)

@@ -19,7 +19,9 @@ from pallas_kernels.platform import CPU, Target
 TILES = (256, 64)
 TILE_BLOCKS = 16  # KV blocks a tile takes in at once
 WHOLE_CHUNK = 2  # times as many where nothing is masked
-ROWS_AT_ONCE = 8  # where bits must not depend on the batch: a fixed number
+# Where bits must not depend on the batch the number is fixed. More are no faster (a row then waits for the longest
+# context among them), and a single request pays for all.
+ROWS_AT_ONCE = 2
 GATHER = 128  # decode rows x blocks in one gather: larger spills the cache, smaller loses to loop overhead
 
 
