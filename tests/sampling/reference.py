@@ -13,7 +13,7 @@ from lmjax.sampling.params import NUM_PARAMS, encode_params, encode_state, featu
 from lmjax.sampling.sampler import SampleOut, sample
 from lmjax.types import SamplingParams
 
-sample_jit = jax.jit(sample, static_argnames=("level", "max_logprobs", "num_candidates"))
+sample_jit = jax.jit(sample, static_argnames=("level", "max_logprobs", "num_candidates", "processed_logprobs"))
 
 
 def make_load(slot=0, history=(), num_prompt=None, *, seed=0, index=0, stop_ids=(), bad=None, **params) -> SlotLoad:
