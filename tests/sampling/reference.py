@@ -14,7 +14,8 @@ from lmjax.sampling.params import NUM_PARAMS, encode_params, encode_state, featu
 from lmjax.sampling.sampler import SampleOut, sample
 from lmjax.types import SamplingParams
 
-sample_jit = jax.jit(sample, static_argnames=("level", "max_logprobs", "num_candidates", "branches"))
+STATIC = ("level", "max_logprobs", "num_candidates", "branches", "processed_logprobs")
+sample_jit = jax.jit(sample, static_argnames=STATIC)
 
 
 def make_load(slot=0, history=(), num_prompt=None, *, seed=0, index=0, stop_ids=(), bad=None, **params) -> SlotLoad:
