@@ -27,6 +27,7 @@ from lmjax.core.plan import (
 from lmjax.core.request import NewRequest
 from lmjax.core.scheduler import Scheduler
 from lmjax.types import KVSpec, SamplingParams
+from tests.fake_live import FakeLive
 
 _A, _B, _C = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
 
@@ -117,20 +118,8 @@ def _arrays(plan: StepPlan) -> list[np.ndarray]:
     return [*arrays, plan.patches, *([] if plan.target_ids is None else [plan.target_ids])]
 
 
-class FakeLoading:
-    """Takes two looks."""
-
-    def __init__(self, path: str | int):
-        self.path, self._looks = path, 2
-        self.error = None if str(path).isdigit() else ValueError(f"{path}: no such file")
-
-    def done(self) -> bool:
-        self._looks -= 1
-        return self._looks <= 0
-
-
 @dataclass
-class FakeExecutor:
+class FakeExecutor(FakeLive):
     """Implements ``lmjax.core.plan.Executor`` on numpy.
 
     Per KV group, block and offset it keeps which token at which position was written, and by which weights
@@ -192,31 +181,6 @@ class FakeExecutor:
 
     def close(self) -> None:
         pass
-
-    # weights and sleep; a file of weights is a number
-
-    @property
-    def has_params(self) -> bool:
-        return self.level < 2
-
-    def start_loading(self, path: str | None) -> FakeLoading:
-        assert path is not None or self.level == 2
-        return FakeLoading(self.weights if path is None else path)
-
-    def set_params(self, params: FakeLoading) -> None:
-        assert params.error is None
-        self.weights = int(params.path)
-        self.level = min(self.level, 1)
-
-    def sleep(self, level: int) -> None:
-        assert not self.in_flight
-        self.level = level
-        for pool in self.pools + self.host_pools:
-            pool[:] = -1
-
-    def wake(self) -> None:
-        assert self.has_params
-        self.level = 0
 
     # the device
 

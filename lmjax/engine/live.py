@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmjax.engine.records import ControlReply, LoadWeights, Sleep, WakeUp
-from lmjax.types import ParameterError
+from lmjax.types import OrderError, ParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,10 +129,8 @@ class Live:
                     return
                 error, internal = None, False
             except (ValueError, OSError) as failure:  # weights', models' and settings' errors are ValueErrors
-                error, internal = str(failure), False
-            except _LoadFailed as failure:
-                log.error("weights could not be loaded: %s", failure)
-                error, internal = str(failure), True
+                error, internal = str(failure), isinstance(failure, OrderError) and failure.internal
+                log.warning("%s was not done: %s", type(job.order).__name__, error)
             self._jobs.popleft()
             self._reply(
                 ControlReply(job.order.id, self.version, self.level, time.monotonic() - job.began, error, internal)
@@ -168,10 +166,6 @@ class Live:
         return True
 
 
-class _LoadFailed(RuntimeError):
-    pass
-
-
 def raise_failure(loading: Any) -> None:
     """What went wrong: settings' and files' errors as they are, anything else by its name."""
     error = loading.error
@@ -179,4 +173,4 @@ def raise_failure(loading: Any) -> None:
         return
     if isinstance(error, ValueError | OSError):
         raise error
-    raise _LoadFailed(f"{type(error).__name__}: {error}") from error
+    raise OrderError(f"{type(error).__name__}: {error}", internal=True) from error

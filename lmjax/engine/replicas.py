@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import fields, replace
 from typing import Any
 
@@ -145,25 +145,44 @@ class Replicas:
     async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
         """See ``EngineClient.load_weights``: in all engines, one first. Where that fails nothing has changed; another
         that fails after it is started anew, and loads them then."""
-        async with self._changing:
+
+        async def change() -> None:
             engines = self._alive()
             index = next(iter(engines))
             first = engines.pop(index)
             await first.load_weights(path, version, kv_cache)
-            self.weight_version = version = first.weight_version
-            self._newest = path, version
+            self.weight_version = given = first.weight_version
+            self._newest = path, given
             self._replicas[index].forget()
-            await self._on_each(engines, lambda engine: engine.load_weights(path, version, kv_cache))
+            await self._on_each(engines, lambda engine: engine.load_weights(path, given, kv_cache))
+
+        await self._change(change())
 
     async def sleep(self, level: int = 1) -> None:
-        async with self._changing:
+        async def change() -> None:
             await self._on_each(self._alive(), lambda engine: engine.sleep(level))
             self.sleep_level = max(self.sleep_level, level)
 
+        await self._change(change())
+
     async def wake_up(self) -> None:
-        async with self._changing:
+        async def change() -> None:
             await self._on_each(self._alive(), lambda engine: engine.wake_up())
             self.sleep_level = 0
+
+        await self._change(change())
+
+    async def _change(self, change: Coroutine[Any, Any, None]) -> None:
+        """One at a time, and to its end, also if the caller goes: no engine may be left behind."""
+
+        async def run() -> None:
+            async with self._changing:
+                await change
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
 
     def _alive(self) -> dict[int, AsyncEngine]:
         if not self._engines:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from lmjax.config import ConfigError
@@ -18,7 +19,7 @@ from lmjax.runtime.live import Loading, check_layout
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import pack_copies, pack_slot, pack_swaps
 from lmjax.sampling.params import needs_slot_state
-from lmjax.types import ParameterError
+from lmjax.types import OrderError, ParameterError
 from lmjax.weights.trees import Names
 
 if TYPE_CHECKING:
@@ -182,8 +183,12 @@ class JaxExecutor:
             self._device.sleep(level)
 
     def wake(self) -> None:
+        """Raises ``OrderError`` where the memory is not there (yet): it sleeps on."""
         with self._monitor.watch():
-            self._device.wake()
+            try:
+                self._device.wake()
+            except jax.errors.JaxRuntimeError as error:
+                raise OrderError(f"the engine could not wake up: {error}", internal=True) from error
 
     def stats(self) -> dict[str, float]:
         """``compiles_total`` (since ready), ``padded_tokens_total``, ``device_seconds``: time in which a step ran, as
