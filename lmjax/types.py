@@ -40,7 +40,14 @@ class QueueFullError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine (process) has died or is shutting down: no request can go on."""
+    """The engine (process) has died or is shutting down: no request of it can go on.
+
+    ``retry_after`` (seconds): there is another engine, or soon will be. None: not here.
+    """
+
+    def __init__(self, message: str, retry_after: int | None = None):
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 def _is_int(value: Any) -> bool:

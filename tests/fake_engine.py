@@ -78,6 +78,7 @@ class FakeEngine:
         self.fail_after: int | None = None  # tokens, then an update with an error
         self.ready = True
         self.dead: str | None = None
+        self.lost: str | None = None  # why one of several engines died, with all requests that run
         self._stats = EngineStats()
         self._die = asyncio.Event()
 
@@ -113,6 +114,10 @@ class FakeEngine:
         self.dead = self.dead or reason
         self._die.set()
 
+    def lose(self, reason: str) -> None:
+        self.lost = reason
+        self._die.set()
+
     # --- inside -----------------------------------------------------------------------------------------------
 
     async def _stream(
@@ -130,9 +135,9 @@ class FakeEngine:
             self._stats.prompt_tokens += len(prompt)
             while not finished:
                 await self._pause()
-                if self.dead:
-                    yield RequestUpdate(request_id, [], len(prompt), error=self.dead, finished=True)
-                    raise EngineDeadError(self.dead)
+                if reason := self.dead or self.lost:
+                    yield RequestUpdate(request_id, [], len(prompt), error=reason, finished=True)
+                    raise EngineDeadError(reason, None if self.dead else 1)
                 deltas = [choice.advance() for choice in choices if not choice.done]
                 times.last_token = time.monotonic()
                 times.first_token = times.first_token or times.last_token

@@ -24,6 +24,7 @@ log = logging.getLogger("lmjax.engine")
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a dead engine is started anew; doubled each time it fails
 MOST_FAILURES = 5  # in a row, while no other engine is alive: then nobody can be served
+RETRY_OTHER, RETRY_START = 1, 5  # seconds for clients of an engine that died: another is alive, or none
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -154,7 +155,7 @@ class Replicas:
         names = block_names(checked.prompt, cache_salt, self.info.block_size)
         alive = {i: r for i, r in self._replicas.items() if i in self._engines and self._engines[i].ready}
         if not alive:
-            raise EngineDeadError(self._dead or "no engine is alive; one is being started")
+            raise EngineDeadError(self._dead or "no engine is alive; one is being started", self._retry_after())
         order = by_cost(alive, names, len(checked.prompt), self.info.block_size)
         for index, new_tokens in order:
             stream = self._engines[index].stream(checked, request_id, priority, cache_salt)
@@ -166,6 +167,13 @@ class Replicas:
             except QueueFullError:
                 if index == order[-1][0]:
                     raise
+            except EngineDeadError as error:
+                raise EngineDeadError(str(error), self._retry_after()) from error
+
+    def _retry_after(self) -> int | None:
+        if self._dead is not None:
+            return None
+        return RETRY_OTHER if self.ready else RETRY_START
 
     async def _counted(
         self, index: int, names: list[bytes], new_tokens: int, checked: Checked, stream: AsyncGenerator[RequestUpdate]
