@@ -282,6 +282,7 @@ class RequestUpdate:
 
     ``prompt_logprobs``: entry 0 is ``None``, then one entry a prompt token; given once, when complete.
     ``error``: a message; the request ended without an answer (then ``finished`` is true).
+    ``engine``: the number of the engine that works on it.
     """
 
     request_id: str
@@ -292,6 +293,7 @@ class RequestUpdate:
     finished: bool = False
     error: str | None = None
     metrics: RequestMetrics | None = None
+    engine: int = 0
 
 
 @dataclass(slots=True)

@@ -41,6 +41,7 @@ class Generation:
         self._timers = [RequestTimer(metrics, job.params) for job in jobs]
         self._pending: dict[asyncio.Task[RequestUpdate | None], int] = {}
         self._started = False
+        self.unfinished: str | None = "abort"  # see RequestTimer.finish
         self.prompt_tokens = sum(len(job.ids) for job in jobs)
         self.completion_tokens = 0
         self._cached = [0] * len(jobs)
@@ -121,7 +122,7 @@ class Generation:
             if aclose is not None:
                 await aclose()
         for timer in self._timers:
-            timer.finish()
+            timer.finish(self.unfinished)
 
 
 async def _next(iterator: AsyncIterator[Any]) -> Any:

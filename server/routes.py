@@ -54,4 +54,4 @@ def attach(app: web.Application, client: EngineClient) -> None:
     """The engine is ready: requests are taken from now on."""
     state = app[STATE]
     state.client = client
-    state.metrics.attach(state.model_names[0], client.info, client.stats)
+    state.metrics.attach(state.model_names[0], client.reports)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lmjax.engine.validate import check_request
-from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.protocol import EngineInfo, EngineReport, EngineStats
 from lmjax.text.detokenizer import Detokenizer
 from lmjax.text.tokenizer import Tokenizer, load_tokenizer
 from lmjax.types import (
@@ -104,6 +104,9 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         self._stats.num_running = self.running
         return self._stats
+
+    def reports(self) -> dict[int, EngineReport]:
+        return {0: EngineReport(self.info, self.stats(), self.ready)}
 
     async def close(self) -> None:
         self.die("closed")

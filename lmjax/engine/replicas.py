@@ -17,7 +17,7 @@ from lmjax.engine.build import DEFAULT_EXECUTOR, Front
 from lmjax.engine.process import one_line
 from lmjax.engine.routing import RUNNING_COST, Replica, block_names, by_cost
 from lmjax.engine.validate import Checked, check_priority, check_request
-from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.protocol import EngineInfo, EngineReport, EngineStats
 from lmjax.types import EngineDeadError, QueueFullError, RequestUpdate, SamplingParams
 
 log = logging.getLogger("lmjax.engine")
@@ -49,7 +49,8 @@ class Replicas:
         self._engines: dict[int, AsyncEngine] = {}  # those that are alive
         self._replicas: dict[int, Replica] = {}
         self._front: Front | None = None
-        self._lost = EngineStats()  # counters of engines that have died
+        self._infos: dict[int, EngineInfo] = {}
+        self._lost: dict[int, EngineStats] = {}  # counters of engines that have died
         self._tasks: set[asyncio.Task[None]] = set()
         self._dead: str | None = None
 
@@ -107,18 +108,29 @@ class Replicas:
 
     def stats(self) -> EngineStats:
         """Sums over the engines; ``kv_usage`` is the mean."""
-        found = [engine.stats() for engine in self._engines.values()]
-        total = self._lost
+        reports = self.reports().values()
+        total, found = EngineStats(), [report.stats for report in reports]
         for one in found:
             total = _added(total, one)
+        alive = max(sum(report.alive for report in reports), 1)
         return replace(
             total,
             num_running=sum(s.num_running for s in found),
             num_waiting=sum(s.num_waiting for s in found),
-            kv_usage=sum(s.kv_usage for s in found) / max(len(found), 1),
-            host_usage=sum(s.host_usage for s in found) / max(len(found), 1),
+            kv_usage=sum(s.kv_usage for s in found) / alive,
+            host_usage=sum(s.host_usage for s in found) / alive,
             iteration_tokens=[tokens for s in found for tokens in s.iteration_tokens],
         )
+
+    def reports(self) -> dict[int, EngineReport]:
+        """See ``EngineClient.reports``."""
+        found = {}
+        for index, info in sorted(self._infos.items()):
+            engine = self._engines.get(index)
+            now, lost = engine.stats() if engine else EngineStats(), self._lost.get(index, EngineStats())
+            gauges = {name: getattr(now, name) for name in _GAUGES}
+            found[index] = EngineReport(info, replace(_added(lost, now), **gauges), engine is not None)
+        return found
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         """See ``EngineClient.validate``."""
@@ -162,6 +174,7 @@ class Replicas:
             try:
                 async with contextlib.aclosing(self._counted(index, names, new_tokens, checked, stream)) as updates:
                     async for update in updates:
+                        update.engine = index
                         yield update
                 return
             except QueueFullError:
@@ -208,13 +221,13 @@ class Replicas:
             front=self._front,
             environment=_devices_of(index, index + 1, self._config.num_devices),
         )
-        self._engines[index] = engine
+        self._engines[index], self._infos[index] = engine, engine.info
         log.info("engine %d is ready", index)
 
     def _lose(self, index: int, reason: str) -> None:
         log.error("engine %d: %s; it is started anew", index, reason)
         engine = self._engines.pop(index)
-        self._lost = _added(self._lost, engine.stats())
+        self._lost[index] = _added(self._lost.get(index, EngineStats()), engine.stats())
         task = asyncio.get_running_loop().create_task(self._restart(index, engine))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

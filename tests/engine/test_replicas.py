@@ -109,9 +109,14 @@ def test_one_that_dies_takes_only_its_own_requests(monkeypatch):
             assert all(error.retry_after == 1 for error in dead)  # the other engine is alive
             assert all(len(x[0]) == 200 for x in found if not isinstance(x, EngineDeadError))
             assert many.ready and many.dead is None
+            assert [report.alive for report in many.reports().values()] == [False, True]
+            counted = many.reports()[0].stats
+            assert counted.prompt_tokens > 0 and counted.num_running == 0
             await until(lambda: set(many.pids) == {0, 1}, 20)
             assert many.pids[1] == pids[1] and many.pids[0] != pids[0]
             assert many.stats().prompt_tokens >= before
+            again = many.reports()[0]
+            assert again.alive and again.stats.prompt_tokens >= counted.prompt_tokens
             assert all(replica.work == 0 for replica in many._replicas.values())
             tokens, _ = await answer(many, max_tokens=5, ignore_eos=True)
             assert len(tokens) == 5
