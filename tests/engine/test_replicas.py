@@ -103,15 +103,15 @@ def test_one_that_dies_takes_only_its_own_requests(monkeypatch):
             await until(lambda: many.stats().num_running == 8)
             before = many.stats().prompt_tokens
             os.kill(pids[0], signal.SIGKILL)
+            await until(lambda: [report.alive for report in many.reports().values()] == [False, True])
+            counted = many.reports()[0].stats
+            assert counted.prompt_tokens > 0 and counted.num_running == 0
             found = await asyncio.gather(*running, return_exceptions=True)
             dead = [x for x in found if isinstance(x, EngineDeadError)]
             assert len(dead) == 4, found
             assert all(error.retry_after == 1 for error in dead)  # the other engine is alive
             assert all(len(x[0]) == 200 for x in found if not isinstance(x, EngineDeadError))
             assert many.ready and many.dead is None
-            assert [report.alive for report in many.reports().values()] == [False, True]
-            counted = many.reports()[0].stats
-            assert counted.prompt_tokens > 0 and counted.num_running == 0
             await until(lambda: set(many.pids) == {0, 1}, 20)
             assert many.pids[1] == pids[1] and many.pids[0] != pids[0]
             assert many.stats().prompt_tokens >= before
