@@ -67,8 +67,9 @@ class Replicas:
 
         Raises ``ConfigError`` when the settings or the model are at fault, else ``EngineDeadError``.
         """
-        if config.validate().nnodes > 1:
+        if config.nnodes > 1:
             raise ConfigError(f"--data-parallel-size: got {count}, must be 1 with --nnodes above 1")
+        config.validate()
         self = cls(config, executor)
         _devices_of(count - 1, count, config.num_devices)
         try:
