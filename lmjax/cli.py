@@ -102,20 +102,27 @@ def _sizing_options(*more: str) -> tuple[Option, ...]:
 def _serve(arguments: argparse.Namespace) -> int:
     options = engine_options()
     given = settings_of(arguments, (*options, *SERVER, *ENGINES))
+    _check_replicas(given)
     given |= host_settings(given, os.environ)
+    _check_replicas(given)
     engine_names = {option.name for option in options}
     config = EngineConfig(**{k: v for k, v in given.items() if k in engine_names}).validate()
     replicas = given.pop("data_parallel_size", 1)
-    if replicas < 1:
-        raise ConfigError(f"--data-parallel-size: got {replicas}, must be at least 1")
-    if replicas > 1 and config.nnodes > 1:
-        raise ConfigError(f"--data-parallel-size: got {replicas}, must be 1 with --nnodes above 1")
     settings = _server_settings({k: v for k, v in given.items() if k not in engine_names}, config)
     if config.node_rank:
         return _follow(config, settings)
     from server.app import run_server
 
     return run_server(lambda: _start_engine(config, replicas), settings)
+
+
+def _check_replicas(given: dict[str, Any]) -> None:
+    """Before anything that only matters to one engine on several hosts."""
+    replicas = given.get("data_parallel_size", 1)
+    if replicas < 1:
+        raise ConfigError(f"--data-parallel-size: got {replicas}, must be at least 1")
+    if replicas > 1 and given.get("nnodes", 1) > 1:
+        raise ConfigError(f"--data-parallel-size: got {replicas}, must be 1 with --nnodes above 1")
 
 
 def _follow(config: EngineConfig, settings: ServerSettings) -> int:

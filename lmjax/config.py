@@ -161,11 +161,14 @@ class EngineConfig:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nnodes:
             raise ConfigError(f"--node-rank: got {rank}, must be between 0 and {nnodes - 1} (--nnodes {nnodes})")
         if self.num_devices % nnodes:
-            times = f" x {self.pipeline_parallel_size} stages" if self.pipeline_parallel_size > 1 else ""
-            raise ConfigError(
-                f"--tensor-parallel-size: got {self.tensor_parallel_size}{times}, must be a multiple of --nnodes "
-                f"({nnodes}): it counts the devices of all hosts"
-            )
+            tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+            if tensor > 1 and pipeline > 1:
+                got = f"--tensor-parallel-size x --pipeline-parallel-size: got {tensor} x {pipeline}"
+            elif pipeline > 1:
+                got = f"--pipeline-parallel-size: got {pipeline}"
+            else:
+                got = f"--tensor-parallel-size: got {tensor}"
+            raise ConfigError(f"{got}, must be a multiple of --nnodes ({nnodes}): it counts the devices of all hosts")
         if self.bundle is not None:
             raise ConfigError("--bundle: is for one host; several compile, and keep what they compiled in their caches")
 

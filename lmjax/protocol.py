@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lmjax.types import RequestUpdate, SamplingParams
 
@@ -61,6 +61,14 @@ class EngineStats:
     iteration_tokens: list[int] = field(default_factory=list)  # scheduled tokens of each step since the last snapshot
 
 
+class EngineReport(NamedTuple):
+    """One of the engines behind a client. ``alive``: it is ready; else it is being started anew."""
+
+    info: EngineInfo
+    stats: EngineStats
+    alive: bool
+
+
 class EngineClient(Protocol):
     """Implemented by ``lmjax.engine.async_engine.AsyncEngine`` and by tests' fakes."""
 
@@ -91,7 +99,12 @@ class EngineClient(Protocol):
         """
         ...
 
-    def stats(self) -> EngineStats: ...
+    def reports(self) -> dict[int, EngineReport]:
+        """Of each engine by its number; one that is started anew goes on counting.
+
+        ``iteration_tokens`` are those since the last call.
+        """
+        ...
 
     @property
     def weight_version(self) -> int | str:

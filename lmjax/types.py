@@ -49,7 +49,14 @@ class OrderError(ValueError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine (process) has died or is shutting down: no request can go on."""
+    """The engine (process) has died or is shutting down: no request of it can go on.
+
+    ``retry_after`` (seconds): there is another engine, or soon will be. None: not here.
+    """
+
+    def __init__(self, message: str, retry_after: int | None = None):
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 def _is_int(value: Any) -> bool:
@@ -287,6 +294,7 @@ class RequestUpdate:
 
     ``prompt_logprobs``: entry 0 is ``None``, then one entry a prompt token; given once, when complete.
     ``error``: a message; the request ended without an answer (then ``finished`` is true).
+    ``engine``: the number of the engine that works on it.
     """
 
     request_id: str
@@ -297,6 +305,7 @@ class RequestUpdate:
     finished: bool = False
     error: str | None = None
     metrics: RequestMetrics | None = None
+    engine: int = 0
 
 
 @dataclass(slots=True)

@@ -77,7 +77,23 @@ def _options() -> argparse.Namespace:
     parser.add_argument("serve", nargs=argparse.REMAINDER, help="-- and flags of lmjax serve")
     options = parser.parse_args()
     options.serve = options.serve[1:] if options.serve[:1] == ["--"] else options.serve
+    options.tensor = _tensor_parallel(parser, options)
     return options
+
+
+def _tensor_parallel(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Devices of a stage: all, unless the flags of ``lmjax serve`` say otherwise."""
+    sizes = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    sizes.add_argument("--tensor-parallel-size", type=int, dest="tensor")
+    sizes.add_argument("--pipeline-parallel-size", type=int, dest="pipeline", default=1)
+    given, total = sizes.parse_known_args(options.serve)[0], options.nnodes * options.devices
+    tensor = total // max(given.pipeline, 1) if given.tensor is None else given.tensor
+    if tensor * given.pipeline != total:
+        parser.error(
+            "--tensor-parallel-size x --pipeline-parallel-size must be --nnodes x --devices "
+            f"({options.nnodes} x {options.devices} = {total}), got {tensor} x {given.pipeline}"
+        )
+    return tensor
 
 
 def _place(group: Any, index: int, bundle: dict[str, float]) -> Any:
@@ -90,7 +106,7 @@ def _place(group: Any, index: int, bundle: dict[str, float]) -> Any:
 def _command(options: argparse.Namespace, rank: int, address: str, port: int) -> list[str]:
     hosts = {"nnodes": options.nnodes, "node-rank": rank, "master-addr": address, "master-port": port}
     flags = [part for name, value in hosts.items() for part in (f"--{name}", str(value))]
-    devices = ["--tensor-parallel-size", str(options.nnodes * options.devices)]
+    devices = ["--tensor-parallel-size", str(options.tensor)]
     return [*shlex.split(os.environ.get("LMJAX", "lmjax")), "serve", *devices, *options.serve, *flags]
 
 

@@ -69,7 +69,8 @@ def to_api_error(exc: BaseException, renames: dict[str, str] | None = None) -> A
     if isinstance(exc, OrderError):
         return ApiError(500 if exc.internal else 400, str(exc), code="internal_error" if exc.internal else "refused")
     if isinstance(exc, EngineDeadError):
-        return ApiError(503, f"the engine cannot answer: {exc}", code="engine_dead")
+        retry = {} if exc.retry_after is None else {"Retry-After": str(exc.retry_after)}
+        return ApiError(503, f"the engine cannot answer: {exc}", code="engine_dead", headers=retry)
     if isinstance(exc, web.HTTPException):
         return _http_error(exc)
     log.error("internal error", exc_info=exc)

@@ -33,7 +33,6 @@ class Generation:
         prompt_only: bool = False,
     ):
         name = uuid.uuid4().hex  # never the client's own id: two live requests may share that one
-        self._client = client
         self._prompt_only = prompt_only
         self._iterators: list[AsyncIterator[RequestUpdate]] = [
             client.generate(job.ids, job.params, request_id=f"{name}-{i}", priority=priority, cache_salt=cache_salt)
@@ -42,6 +41,7 @@ class Generation:
         self._timers = [RequestTimer(metrics, job.params) for job in jobs]
         self._pending: dict[asyncio.Task[RequestUpdate | None], int] = {}
         self._started = False
+        self.unfinished: str | None = "abort"  # see RequestTimer.finish
         self.prompt_tokens = sum(len(job.ids) for job in jobs)
         self.completion_tokens = 0
         self._cached = [0] * len(jobs)
@@ -61,7 +61,7 @@ class Generation:
                 raise error
             update = task.result()
             if update is not None and update.error is not None:
-                raise self._failure(update.error)
+                raise await self._failure(self._pending.pop(task), update.error)
 
     def _begin(self) -> None:
         if not self._started:
@@ -77,9 +77,9 @@ class Generation:
                 update = await task
                 if update is None:
                     return
-                yield self._take([(0, update)])
+                yield await self._take([(0, update)])
                 async for update in self._iterators[0]:
-                    yield self._take([(0, update)])
+                    yield await self._take([(0, update)])
                 return
             done, _ = await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
             batch: Batch = []
@@ -91,21 +91,25 @@ class Generation:
                     self._pending[asyncio.ensure_future(_next(self._iterators[index]))] = index
             if batch:
                 batch.sort(key=lambda item: item[0])
-                yield self._take(batch)
+                yield await self._take(batch)
 
-    def _take(self, batch: Batch) -> Batch:
+    async def _take(self, batch: Batch) -> Batch:
         for index, update in batch:
             self._timers[index].update(update)
             if update.error is not None:
-                raise self._failure(update.error)
+                raise await self._failure(index, update.error)
             self._cached[index] = update.num_cached_tokens
             if not self._prompt_only:
                 self.completion_tokens += sum(len(delta.token_ids) for delta in update.deltas)
         return batch
 
-    def _failure(self, message: str) -> Exception:
-        if self._client.dead:
-            return EngineDeadError(message)
+    async def _failure(self, index: int, message: str) -> Exception:
+        """Whether its engine is dead or only this request failed: the iterator's next step tells."""
+        following = next((task for task, prompt in self._pending.items() if prompt == index), None)
+        try:
+            await (following or _next(self._iterators[index]))
+        except EngineDeadError as error:
+            return error
         return ApiError(500, f"the engine ended the request: {message}", code="engine_error")
 
     async def close(self) -> None:
@@ -118,7 +122,7 @@ class Generation:
             if aclose is not None:
                 await aclose()
         for timer in self._timers:
-            timer.finish()
+            timer.finish(self.unfinished)
 
 
 async def _next(iterator: AsyncIterator[Any]) -> Any:

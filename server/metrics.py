@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.protocol import EngineReport
 from lmjax.types import RequestMetrics, RequestUpdate, SamplingParams
 
 TTFT = (
@@ -69,7 +69,7 @@ _COUNTERS = (
     ("swapped_in_blocks", "swapped_in_blocks", "KV blocks read from the host"),
     ("swapped_bytes", "swapped_bytes", "Bytes of KV blocks written to and read from the host"),
     ("num_preemptions", "preemptions", "Preemptions of running requests"),
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens computed"),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of started requests, those found in the cache included"),
     ("generation_tokens", "generation_tokens", "Tokens generated"),
     ("steps", "steps", "Steps of the engine"),
     ("scheduled_tokens", "scheduled_tokens", "Tokens given to steps"),
@@ -89,18 +89,21 @@ _GAUGES = (
 
 
 class ServerMetrics:
-    """Made with the server; ``attach`` joins the engine when it is ready."""
+    """Made with the server; ``attach`` joins the engines when they are ready.
+
+    The label ``engine`` is its number; what belongs to none (a request that was not admitted) counts as engine 0's.
+    """
 
     def __init__(self, prefix: str):
         disable_created_metrics()
         self.prefix = prefix
         self.registry = CollectorRegistry()
         self.model_name = ""
-        self._info: EngineInfo | None = None
-        self._stats: Callable[[], EngineStats] | None = None
+        self._reports: Callable[[], dict[int, EngineReport]] | None = None
         self._weights: Callable[[], tuple[int | str, int]] = lambda: (0, 0)
-        self._steps_seen = 0
-        self._latest = EngineStats()
+        self._steps_seen: dict[int, int] = {}
+        self._latest: dict[int, EngineReport] = {}
+        self._hist: dict[int, dict[str, Histogram]] = {}
         labels = ("model_name", "engine")
         self._families = {
             name: Histogram(f"{prefix}:{name}", text, labels, buckets=buckets, registry=self.registry)
@@ -116,76 +119,78 @@ class ServerMetrics:
             f"{prefix}:admission_rejections", "Requests not admitted", (*labels, "reason"), registry=self.registry
         )
         self.registry.register(self)  # type: ignore[arg-type]
-        self.attach_name("")
-
-    def attach_name(self, model_name: str) -> None:
-        self.model_name = model_name
-        self.labels = (model_name, "0")
-        if model_name:
-            self.hist = {name: family.labels(*self.labels) for name, family in self._families.items()}
 
     def attach(
         self,
         model_name: str,
-        info: EngineInfo,
-        stats: Callable[[], EngineStats],
+        reports: Callable[[], dict[int, EngineReport]],
         weights: Callable[[], tuple[int | str, int]],
     ) -> None:
         """``weights``: their version, and the level of sleep."""
-        self.attach_name(model_name)
-        self._info, self._stats, self._weights = info, stats, weights
+        self.model_name, self._reports, self._weights = model_name, reports, weights
+        self.poll()
+
+    def _labels(self, engine: int) -> tuple[str, str]:
+        return self.model_name, str(engine)
+
+    def hist(self, engine: int) -> dict[str, Histogram]:
+        if engine not in self._hist:
+            labels = self._labels(engine)
+            self._hist[engine] = {name: family.labels(*labels) for name, family in self._families.items()}
+        return self._hist[engine]
 
     def rejected(self, reason: str) -> None:
-        self._rejections.labels(*self.labels, reason).inc()
+        self._rejections.labels(*self._labels(0), reason).inc()
 
-    def ended(self, reason: str) -> None:
-        self._success.labels(*self.labels, reason).inc()
+    def ended(self, engine: int, reason: str, count: int = 1) -> None:
+        self._success.labels(*self._labels(engine), reason).inc(count)
 
-    def cached(self, tokens: int) -> None:
-        self._cached.labels(*self.labels).inc(tokens)
+    def cached(self, engine: int, tokens: int) -> None:
+        self._cached.labels(*self._labels(engine)).inc(tokens)
 
     def collect(self) -> Iterator[Any]:
-        """The engine's own numbers of the latest poll (called by prometheus_client)."""
-        if self._stats is None or self._info is None:
+        """The engines' own numbers of the latest poll (called by prometheus_client)."""
+        if not self._latest:
             return
-        stats, names = self._latest, ("model_name", "engine")
-        for metric, attribute, text in _GAUGES:
-            gauge = GaugeMetricFamily(f"{self.prefix}:{metric}", text, labels=names)
-            gauge.add_metric(self.labels, getattr(stats, attribute))
-            yield gauge
-        for metric, attribute, text in _COUNTERS:
-            counter = CounterMetricFamily(f"{self.prefix}:{metric}", text, labels=names)
-            counter.add_metric(self.labels, getattr(stats, attribute))
-            yield counter
-        info = self._info
-        config = {"block_size": info.block_size, "num_gpu_blocks": info.num_kv_blocks, "cache_dtype": info.dtype}
-        gauge = GaugeMetricFamily(f"{self.prefix}:cache_config_info", "The KV cache", labels=(*names, *config))
-        gauge.add_metric((*self.labels, *map(str, config.values())), 1)
-        yield gauge
+        names = ("model_name", "engine")
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for metric, attribute, text in table:
+                family = kind(f"{self.prefix}:{metric}", text, labels=names)
+                for engine, report in self._latest.items():
+                    family.add_metric(self._labels(engine), getattr(report.stats, attribute))
+                yield family
+        yield from self._facts(names)
+
+    def _facts(self, names: tuple[str, ...]) -> Iterator[Any]:
+        """What is told of each engine beside its numbers."""
         version, level = self._weights()
-        gauge = GaugeMetricFamily(
-            f"{self.prefix}:weights_info", "The version of the weights", labels=(*names, "weight_version")
-        )
-        gauge.add_metric((*self.labels, str(version)), 1)
-        yield gauge
-        gauge = GaugeMetricFamily(
-            f"{self.prefix}:sleep_level", "0: awake; 1: no KV pool; 2: no weights either", labels=names
-        )
-        gauge.add_metric(self.labels, level)
-        yield gauge
+
+        def gauge(name: str, text: str, *more: str) -> Any:
+            return GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=(*names, *more))
+
+        alive = gauge("engine_alive", "1: ready; 0: being started anew")
+        cache = gauge("cache_config_info", "The KV cache", "block_size", "num_gpu_blocks", "cache_dtype")
+        weights = gauge("weights_info", "The version of the weights", "weight_version")
+        sleep = gauge("sleep_level", "0: awake; 1: no KV pool; 2: no weights either")
+        for engine, (info, _, is_alive) in self._latest.items():
+            labels = self._labels(engine)
+            alive.add_metric(labels, is_alive)
+            cache.add_metric((*labels, *map(str, (info.block_size, info.num_kv_blocks, info.dtype))), 1)
+            weights.add_metric((*labels, str(version)), 1)
+            sleep.add_metric(labels, level)
+        yield from (alive, cache, weights, sleep)
 
     def poll(self) -> None:
-        """Takes the engine's snapshot; its list of step sizes goes into the histogram, each step once."""
-        if self._stats is None:
+        """Takes the engines' snapshots; their lists of step sizes go into the histogram, each step once."""
+        if self._reports is None:
             return
-        stats = self._stats()
-        new = stats.steps - self._steps_seen
-        if new > 0:
-            self._steps_seen = stats.steps
-            observe = self.hist["iteration_tokens_total"].observe
-            for tokens in stats.iteration_tokens[-new:]:
+        self._latest = self._reports()
+        for engine, report in self._latest.items():
+            stats, observe = report.stats, self.hist(engine)["iteration_tokens_total"].observe
+            new = stats.steps - self._steps_seen.get(engine, 0)
+            self._steps_seen[engine] = stats.steps
+            for tokens in stats.iteration_tokens[-new:] if new > 0 else ():
                 observe(tokens)
-        self._latest = stats
 
     def describe(self) -> list[Any]:
         return []  # the names do not depend on the engine's state; nothing to check at registration
@@ -199,23 +204,25 @@ class RequestTimer:
     """The histograms of one prompt's request. ``update`` is called for each update, ``finish`` once."""
 
     def __init__(self, metrics: ServerMetrics, params: SamplingParams):
-        self._metrics = metrics
-        self._hist = metrics.hist
+        self._metrics, self._params = metrics, params
+        self._engine: int | None = None  # is known with the first update
+        self._open = params.n  # choices
         self._arrival = time.monotonic()
         self._first = self._last = 0.0
         self._tokens = 0
         self._prompt_tokens = 0
         self._times: RequestMetrics | None = None
         self._done = False
-        self._hist["request_params_n"].observe(params.n)
-        self._hist["request_params_max_tokens"].observe(params.max_tokens or 0)
 
     def update(self, update: RequestUpdate) -> None:
         new = 0
+        if self._engine is None:
+            self._begin(update.engine)
         for delta in update.deltas:
             new += len(delta.token_ids)
             if delta.finish_reason is not None:
-                self._metrics.ended(delta.finish_reason)
+                self._open -= 1
+                self._metrics.ended(update.engine, delta.finish_reason)
         if update.metrics is not None:
             self._times = update.metrics
         if not new:
@@ -225,17 +232,27 @@ class RequestTimer:
             self._first = now
             self._prompt_tokens = update.num_prompt_tokens
             self._hist["time_to_first_token_seconds"].observe(now - self._arrival)
-            self._metrics.cached(update.num_cached_tokens)
+            self._metrics.cached(update.engine, update.num_cached_tokens)
         else:
             self._hist["inter_token_latency_seconds"].observe(now - self._last)
         self._last = now
         self._tokens += new
 
-    def finish(self) -> None:
-        """Also called when the request was aborted; then only what happened is observed."""
+    def _begin(self, engine: int) -> None:
+        self._engine, self._hist = engine, self._metrics.hist(engine)
+        self._hist["request_params_n"].observe(self._params.n)
+        self._hist["request_params_max_tokens"].observe(self._params.max_tokens or 0)
+
+    def finish(self, unfinished: str | None) -> None:
+        """Also called when the request was aborted; then only what happened is observed.
+
+        unfinished: what choices without an end count as, "abort" or "error"; None: they were never admitted.
+        """
         if self._done:
             return
         self._done = True
+        if unfinished is not None and self._open:
+            self._metrics.ended(self._engine or 0, unfinished, self._open)
         if not self._first:
             return
         hist = self._hist

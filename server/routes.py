@@ -55,6 +55,4 @@ def attach(app: web.Application, client: EngineClient) -> None:
     """The engine is ready: requests are taken from now on."""
     state = app[STATE]
     state.client = client
-    state.metrics.attach(
-        state.model_names[0], client.info, client.stats, lambda: (client.weight_version, client.sleep_level)
-    )
+    state.metrics.attach(state.model_names[0], client.reports, lambda: (client.weight_version, client.sleep_level))

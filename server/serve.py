@@ -86,6 +86,11 @@ async def running(request: web.Request, state: ServerState, generation: Generati
         raise unavailable(state.aborting, "aborted") from None
     except QueueFullError:
         state.metrics.rejected("queue_full")
+        generation.unfinished = None
+        raise
+    except Exception as exc:
+        if not isinstance(exc, ReaderGone):
+            generation.unfinished = "error"
         raise
     finally:
         note(request).tokens = (generation.prompt_tokens, generation.completion_tokens)

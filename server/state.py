@@ -47,8 +47,10 @@ class ServerState:
             raise unavailable("the server is shutting down", "draining")
         if self.client is not None and self.client.dead:
             raise unavailable(f"the engine is dead: {self.client.dead}", "engine_dead")
-        if self.client is None or not self.client.ready:
+        if self.client is None:
             raise unavailable("the model is still loading", "loading")
+        if not self.client.ready:
+            raise unavailable("no engine is alive; one is being started anew", "engine_dead")
         return self.client
 
     def admit(self) -> EngineClient:

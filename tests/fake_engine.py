@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lmjax.engine.validate import check_request
-from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.protocol import EngineInfo, EngineReport, EngineStats
 from lmjax.text.detokenizer import Detokenizer
 from lmjax.text.tokenizer import Tokenizer, load_tokenizer
 from lmjax.types import (
@@ -78,6 +78,7 @@ class FakeEngine:
         self.fail_after: int | None = None  # tokens, then an update with an error
         self.ready = True
         self.dead: str | None = None
+        self.lost: str | None = None  # why one of several engines died, with all requests that run
         self._stats = EngineStats()
         self._die = asyncio.Event()
         self.weight_version: int | str = 0
@@ -108,6 +109,9 @@ class FakeEngine:
         self._stats.num_running = self.running
         return self._stats
 
+    def reports(self) -> dict[int, EngineReport]:
+        return {0: EngineReport(self.info, self.stats(), self.ready)}
+
     async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
         self._order("load", path, version, kv_cache)
         self.weight_version = version if version is not None else int(self.weight_version) + 1
@@ -134,6 +138,10 @@ class FakeEngine:
         self.dead = self.dead or reason
         self._die.set()
 
+    def lose(self, reason: str) -> None:
+        self.lost = reason
+        self._die.set()
+
     # --- inside -----------------------------------------------------------------------------------------------
 
     async def _stream(
@@ -151,9 +159,9 @@ class FakeEngine:
             self._stats.prompt_tokens += len(prompt)
             while not finished:
                 await self._pause()
-                if self.dead:
-                    yield RequestUpdate(request_id, [], len(prompt), error=self.dead, finished=True)
-                    raise EngineDeadError(self.dead)
+                if reason := self.dead or self.lost:
+                    yield RequestUpdate(request_id, [], len(prompt), error=reason, finished=True)
+                    raise EngineDeadError(reason, None if self.dead else 1)
                 deltas = [choice.advance() for choice in choices if not choice.done]
                 times.last_token = time.monotonic()
                 times.first_token = times.first_token or times.last_token

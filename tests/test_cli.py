@@ -57,6 +57,10 @@ def test_help_is_quick_because_it_imports_little(arguments):
     [
         (["serve", "--port", "x"], "--port: got 'x', must be an integer"),
         (["serve", "--port", "99999"], "--port: got 99999, must be between 0 and 65535"),
+        (
+            ["serve", "--data-parallel-size", "2", "--nnodes", "2"],  # whatever else several hosts need
+            "--data-parallel-size: got 2, must be 1 with --nnodes above 1",
+        ),
         (["serve", "--dtype", "int3"], "--dtype: got 'int3', must be one of auto, float32, bfloat16, float16"),
         (["serve", "--block-size", "7"], "--block-size: got 7, must be a power of two up to 256"),
         (["serve", "--max-num-seqs", "0"], "--max-num-seqs: got 0, must be an integer of at least 1"),

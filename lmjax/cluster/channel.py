@@ -10,6 +10,7 @@ import hashlib
 import ipaddress
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -110,12 +111,13 @@ def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def resolve_address(name: str, port: int, seconds: float) -> str:
+def resolve_address(name: str, port: int, seconds: float, tell: Callable[[str], None] = lambda line: None) -> str:
     """The IP address of ``--master-addr`` as this host sees it, one that other hosts can reach where it has such.
 
-    A name may be unknown for a while: clusters publish it as its host comes up. Raises ``ConfigError`` after so long.
+    A name may be unknown for a while: clusters publish it as its host comes up. ``tell`` hears of it once. Raises
+    ``ConfigError`` after so long.
     """
-    deadline = time.monotonic() + seconds
+    deadline, told = time.monotonic() + seconds, False
     while True:
         try:
             found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -123,6 +125,9 @@ def resolve_address(name: str, port: int, seconds: float) -> str:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(f"--master-addr: got {name}: {error.strerror}") from None
+            if not told:
+                tell(f"--master-addr: {name} has no address yet ({error.strerror}); waits up to {seconds:g} s for it")
+            told = True
             time.sleep(1.0)
     addresses = [str(entry[4][0]) for entry in found]
     reachable = [address for address in addresses if not _is_loopback(address)]
@@ -138,14 +143,16 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def check_own(address: str, name: str, port: int) -> None:
+def listen_on_own(address: str, name: str, port: int) -> socket.socket:
     """Rank 0 listens on the master address alone: it must be one of this host's, and the port must be free."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            raise ConfigError(
-                f"--master-addr: rank 0 cannot listen on {name} ({address}), --master-port {port}: {error.strerror}"
-            ) from None
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"--master-addr: rank 0 cannot listen on {name} ({address}), --master-port {port}: {error.strerror}"
+        ) from None
+    return listener

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
 
-from lmjax.cluster.channel import Link, check_own, connect, listen, resolve_address
+from lmjax.cluster.channel import Link, connect, listen, listen_on_own, resolve_address
+from lmjax.cluster.door import Door, free_port, knock
 from lmjax.cluster.messages import Order, Step, Stop
 from lmjax.cluster.pulse import LOST, Ending, Pulse, say_and_leave
 from lmjax.config import ConfigError, EngineConfig
@@ -26,6 +27,8 @@ log = logging.getLogger("lmjax.cluster")
 
 KEY = "LMJAX_CLUSTER_KEY"
 START = 1800  # seconds until the last rank may have come: one may have weights to download first
+REMIND = 60.0  # seconds between lines that name the ranks that are missing
+CONNECT = 300  # seconds for JAX's service, once all have come
 NAMED = 120.0  # seconds for rank 0's host to get its name
 MEET = 60.0  # seconds for the channel to open
 FOR_EVER = 10**9  # milliseconds: whoever is waited for is watched by the heartbeat
@@ -43,6 +46,7 @@ class Ranks:
         self.rank, self.count = rank, count
         self.on_this_host = 1  # ranks that share this host's memory
         self.left = False
+        self.door: Door | None = None  # of rank 0
         self._client, self._links = client, links
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Order).decode
@@ -102,6 +106,8 @@ class Ranks:
                 log.warning("%s", error)
         for link in self._links:
             link.close()
+        if self.door is not None:
+            self.door.close()
         jax.distributed.shutdown()
 
 
@@ -120,12 +126,12 @@ def join(config: EngineConfig, tell: Callable[[str], None], end: Ending = say_an
     if config.nnodes == 1 or _joined is not None:
         return _joined
     assert config.node_rank is not None and config.master_addr is not None
-    address = resolve_address(config.master_addr, config.master_port, NAMED)
-    if config.node_rank == 0:
-        check_own(address, config.master_addr, config.master_port)
-    client = _initialize(config, address, tell, end)
+    address = resolve_address(config.master_addr, config.master_port, NAMED, tell)
+    door, port = _come_together(config, address, tell, end)
+    client = _initialize(config, address, port, end)
     links = _open(config, address, client)
     _joined = Ranks(config.node_rank, config.nnodes, client, links, end)
+    _joined.door = door
     atexit.register(_joined.leave)
     _meet(_joined)
     hosts = _joined.exchange("host", _host_id())
@@ -134,14 +140,47 @@ def join(config: EngineConfig, tell: Callable[[str], None], end: Ending = say_an
     return _joined
 
 
-def _initialize(config: EngineConfig, address: str, tell: Callable[[str], None], end: Ending) -> Any:
+def _come_together(
+    config: EngineConfig, address: str, tell: Callable[[str], None], end: Ending
+) -> tuple[Door | None, int]:
+    """At the master port (see ``door.py``). Returns the port of JAX's service. Raises ``ConfigError``."""
+    import jax  # noqa: F401  # whoever is let in goes on at once
+
+    rank, count, port = config.node_rank or 0, config.nnodes, config.master_port
+    where, others = _endpoint(address, port), "rank 0" if rank else "the other ranks"
+    door = None if rank else Door(listen_on_own(address, config.master_addr or address, port), count)
+    tell(f"rank {rank} of {count} waits for {others} at {where} (up to {START // 60} minutes)")
+    if door is None:
+        told = knock(address, port, rank, count, START)
+        if told is None:
+            _late(f"rank {rank}: the ranks did not come together at {where} in time", end)
+        return None, told
+    try:
+        deadline = time.monotonic() + START
+        while missing := door.wait(min(REMIND, max(0.0, deadline - time.monotonic()))):
+            names = ", ".join(f"rank {one}" for one in missing)
+            if time.monotonic() >= deadline:
+                _late(f"rank 0: did not come to {where} in time: {names}", end)
+            tell(f"rank 0 of {count} still waits for {names} at {where}")
+    except BaseException:
+        door.close()
+        raise
+    found = free_port(address)
+    door.let_go(found)
+    return door, found
+
+
+def _endpoint(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _initialize(config: EngineConfig, address: str, port: int, end: Ending) -> Any:
+    """JAX's service, where all come at once. A rank that is lost just now would be waited for without an end."""
     import jax
     from jax._src import distributed  # its key-value store has no public name
 
-    where = f"[{address}]:{config.master_port}" if ":" in address else f"{address}:{config.master_port}"
-    others = "the other ranks" if config.node_rank == 0 else "rank 0"
-    tell(f"rank {config.node_rank} of {config.nnodes} waits for {others} at {where} (up to {START // 60} minutes)")
-    late = threading.Timer(START, _late, (f"rank {config.node_rank}: {others} did not come to {where} in time", end))
+    where = _endpoint(address, port)
+    late = threading.Timer(CONNECT, _late, (f"rank {config.node_rank}: not all ranks came to {where} in time", end))
     late.daemon = True
     late.start()
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
@@ -150,7 +189,7 @@ def _initialize(config: EngineConfig, address: str, tell: Callable[[str], None],
         config.nnodes,
         config.node_rank,
         cluster_detection_method="deactivate",
-        initialization_timeout=START + 60,  # at its end JAX aborts the process
+        initialization_timeout=CONNECT + 60,  # at its end JAX aborts the process
         heartbeat_timeout_seconds=HEARTBEAT,
         shutdown_timeout_seconds=SHUTDOWN,
         coordinator_bind_address=where,
@@ -159,7 +198,8 @@ def _initialize(config: EngineConfig, address: str, tell: Callable[[str], None],
     return distributed.global_state.client
 
 
-def _late(message: str, end: Ending) -> None:
+def _late(message: str, end: Ending) -> NoReturn:
+    """Does not return."""
     try:
         end(message, False)
     finally:

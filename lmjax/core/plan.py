@@ -195,7 +195,8 @@ class Executor(Protocol):
     def collect(self, in_flight: Any) -> StepResult: ...
 
     def stats(self) -> dict[str, float]:
-        """Counters of the device side: ``compiles_total``, ``padded_tokens_total``, ``device_seconds``."""
+        """Counters of the device side: ``compiles_total``, ``padded_tokens_total``, ``device_seconds``,
+        ``submit_wait_seconds`` (of ``submit``, in which it waited for the device)."""
         ...
 
     def close(self) -> None: ...

@@ -31,7 +31,7 @@ from lmjax.engine.records import (
     WakeUp,
 )
 from lmjax.engine.validate import Checked, check_priority, check_request
-from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.protocol import EngineInfo, EngineReport, EngineStats
 from lmjax.types import EngineDeadError, OrderError, RequestUpdate, SamplingParams
 
 log = logging.getLogger("lmjax.engine")
@@ -125,6 +125,10 @@ class AsyncEngine:
         """The latest snapshot; ``iteration_tokens`` has the steps since the last call."""
         stats, self._stats = self._stats, replace(self._stats, iteration_tokens=[])
         return stats
+
+    def reports(self) -> dict[int, EngineReport]:
+        """See ``EngineClient.reports``."""
+        return {0: EngineReport(self.info, self.stats(), self.ready)}
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         """See ``EngineClient.validate``."""

@@ -37,6 +37,7 @@ def step_record(output: StepOutput | None) -> StepRecord | None:
 
 
 def engine_stats(core: SchedulerStats, device: dict[str, float], host_seconds: float) -> EngineStats:
+    """device: of ``Executor.stats``; host_seconds: of turns, without the wait in ``collect``."""
     return EngineStats(
         num_running=core.num_running,
         num_waiting=core.num_waiting,
@@ -60,7 +61,7 @@ def engine_stats(core: SchedulerStats, device: dict[str, float], host_seconds: f
         compiles=int(device.get("compiles_total", 0)),
         pipeline_ticks=int(device.get("pipeline_ticks_total", 0)),
         pipeline_idle_ticks=int(device.get("pipeline_idle_ticks_total", 0)),
-        step_host_seconds=host_seconds,
+        step_host_seconds=host_seconds - device.get("submit_wait_seconds", 0.0),
         step_device_seconds=float(device.get("device_seconds", 0.0)),
         iteration_tokens=core.iteration_tokens,
     )

@@ -17,13 +17,14 @@ from lmjax.engine.build import DEFAULT_EXECUTOR, Front
 from lmjax.engine.process import one_line
 from lmjax.engine.routing import RUNNING_COST, Replica, block_names, by_cost
 from lmjax.engine.validate import Checked, check_priority, check_request
-from lmjax.protocol import EngineInfo, EngineStats
+from lmjax.protocol import EngineInfo, EngineReport, EngineStats
 from lmjax.types import EngineDeadError, OrderError, QueueFullError, RequestUpdate, SamplingParams
 
 log = logging.getLogger("lmjax.engine")
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a dead engine is started anew; doubled each time it fails
 MOST_FAILURES = 5  # in a row, while no other engine is alive: then nobody can be served
+RETRY_OTHER, RETRY_START = 1, 5  # seconds for clients of an engine that died: another is alive, or none
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -48,7 +49,8 @@ class Replicas:
         self._engines: dict[int, AsyncEngine] = {}  # those that are alive
         self._replicas: dict[int, Replica] = {}
         self._front: Front | None = None
-        self._lost = EngineStats()  # counters of engines that have died
+        self._infos: dict[int, EngineInfo] = {}
+        self._lost: dict[int, EngineStats] = {}  # counters of engines that have died
         self._tasks: set[asyncio.Task[None]] = set()
         self._dead: str | None = None
         self._changing = asyncio.Lock()  # all engines have the same weights, and sleep together
@@ -69,8 +71,9 @@ class Replicas:
 
         Raises ``ConfigError`` when the settings or the model are at fault, else ``EngineDeadError``.
         """
-        if config.validate().nnodes > 1:
+        if config.nnodes > 1:
             raise ConfigError(f"--data-parallel-size: got {count}, must be 1 with --nnodes above 1")
+        config.validate()
         self = cls(config, executor)
         _devices_of(count - 1, count, config.num_devices)
         try:
@@ -110,18 +113,29 @@ class Replicas:
 
     def stats(self) -> EngineStats:
         """Sums over the engines; ``kv_usage`` is the mean."""
-        found = [engine.stats() for engine in self._engines.values()]
-        total = self._lost
+        reports = self.reports().values()
+        total, found = EngineStats(), [report.stats for report in reports]
         for one in found:
             total = _added(total, one)
+        alive = max(sum(report.alive for report in reports), 1)
         return replace(
             total,
             num_running=sum(s.num_running for s in found),
             num_waiting=sum(s.num_waiting for s in found),
-            kv_usage=sum(s.kv_usage for s in found) / max(len(found), 1),
-            host_usage=sum(s.host_usage for s in found) / max(len(found), 1),
+            kv_usage=sum(s.kv_usage for s in found) / alive,
+            host_usage=sum(s.host_usage for s in found) / alive,
             iteration_tokens=[tokens for s in found for tokens in s.iteration_tokens],
         )
+
+    def reports(self) -> dict[int, EngineReport]:
+        """See ``EngineClient.reports``."""
+        found = {}
+        for index, info in sorted(self._infos.items()):
+            engine = self._engines.get(index)
+            now, lost = engine.stats() if engine else EngineStats(), self._lost.get(index, EngineStats())
+            gauges = {name: getattr(now, name) for name in _GAUGES}
+            found[index] = EngineReport(info, replace(_added(lost, now), **gauges), engine is not None)
+        return found
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         """See ``EngineClient.validate``."""
@@ -217,18 +231,26 @@ class Replicas:
         names = block_names(checked.prompt, cache_salt, self.info.block_size)
         alive = {i: r for i, r in self._replicas.items() if i in self._engines and self._engines[i].ready}
         if not alive:
-            raise EngineDeadError(self._dead or "no engine is alive; one is being started")
+            raise EngineDeadError(self._dead or "no engine is alive; one is being started", self._retry_after())
         order = by_cost(alive, names, len(checked.prompt), self.info.block_size)
         for index, new_tokens in order:
             stream = self._engines[index].stream(checked, request_id, priority, cache_salt)
             try:
                 async with contextlib.aclosing(self._counted(index, names, new_tokens, checked, stream)) as updates:
                     async for update in updates:
+                        update.engine = index
                         yield update
                 return
             except QueueFullError:
                 if index == order[-1][0]:
                     raise
+            except EngineDeadError as error:
+                raise EngineDeadError(str(error), self._retry_after()) from error
+
+    def _retry_after(self) -> int | None:
+        if self._dead is not None:
+            return None
+        return RETRY_OTHER if self.ready else RETRY_START
 
     async def _counted(
         self, index: int, names: list[bytes], new_tokens: int, checked: Checked, stream: AsyncGenerator[RequestUpdate]
@@ -269,7 +291,7 @@ class Replicas:
             except OrderError as error:
                 await engine.close()
                 raise EngineDeadError(f"the newest weights could not be loaded: {one_line(error)}") from error
-            self._engines[index] = engine
+            self._engines[index], self._infos[index] = engine, engine.info
         log.info("engine %d is ready", index)
 
     async def _catch_up(self, engine: AsyncEngine) -> None:
@@ -286,7 +308,7 @@ class Replicas:
         if engine is None:  # it was not there yet: whoever starts it finds out
             return
         log.error("engine %d: %s; it is started anew", index, reason)
-        self._lost = _added(self._lost, engine.stats())
+        self._lost[index] = _added(self._lost.get(index, EngineStats()), engine.stats())
         task = asyncio.get_running_loop().create_task(self._restart(index, engine))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

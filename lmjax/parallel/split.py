@@ -116,13 +116,13 @@ def _problems(spec: DecoderSpec, tp: int, expert_parallel: bool) -> list[str]:
 
     def divides(name: str, n: int | None) -> None:
         if n is not None and n % tp:
-            found.append(f"it has {n} {name}")
+            found.append(f"the model has {n} {name}")
 
     for layer in dict.fromkeys((x.attention.heads, x.attention.kv_heads, x.mlp) for x in spec.layers):
         heads, kv_heads, mlp = layer
         divides("query heads", heads)
         if kv_heads % tp and tp % kv_heads:
-            found.append(f"it has {kv_heads} KV heads")
+            found.append(f"the model has {kv_heads} KV heads")
         if isinstance(mlp, MlpSpec):
             divides("ffn features", mlp.ffn)
         else:

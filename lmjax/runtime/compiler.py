@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 2  # tracing holds the GIL and XLA uses threads of its own: more do not help
+FEW = 8  # programs: each is told
 # one per program that XLA compiles or the persistent cache loads: eager operations too, when they are new
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -60,8 +61,8 @@ def compile_all(
 ) -> dict[Hashable, Any]:
     """Compiles all programs, the slowest (given first) first. Returns the executables by the same keys.
 
-    progress is told about once a second, and at the end; finished gets each executable as it is done.
-    options: XLA's, by name.
+    progress is told about once a second, and at the end; of a few programs, after each. finished gets each executable
+    as it is done. options: XLA's, by name.
     """
     begin = told = time.monotonic()
     done: dict[Hashable, Any] = {}
@@ -77,7 +78,7 @@ def compile_all(
                 pool.shutdown(cancel_futures=True)
                 raise
             now = time.monotonic()
-            if progress and (now - told >= 1.0 or len(done) == len(programs)):
+            if progress and (now - told >= 1.0 or len(done) == len(programs) or len(programs) <= FEW):
                 progress(f"compiling programs: {len(done)}/{len(programs)} ({programs[key].name})")
                 told = now
     log.info("compiled %d programs in %.1f s", len(done), time.monotonic() - begin)

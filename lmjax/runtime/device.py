@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ class Device:
         devices: Any = pools[0].sharding.device_set
         # XLA:CPU's devices take the collectives of two programs that run at once for each other, and wait for ever
         self._one_at_a_time = len(devices) > 1 and next(iter(devices)).platform == "cpu"
+        self.waited = 0.0  # seconds in ``run`` for that
         self.host = HostPool(pools, host_blocks) if host_blocks else None
 
     @property
@@ -85,9 +87,7 @@ class Device:
             else:
                 self._change(key, program, packed)
             if self._one_at_a_time:
-                jax.block_until_ready(
-                    (self._pools, self._tokens, self._moved, self._sampling, outputs and outputs.last)
-                )
+                self._wait(outputs.last if outputs else None)
         assert outputs is not None, "a step has a forward"
         for array in (outputs.result, outputs.prompt_logprobs):
             if array is not None:
@@ -95,6 +95,11 @@ class Device:
         if self.host is not None:
             self.host.land_ready()
         return outputs
+
+    def _wait(self, last: jax.Array | None) -> None:
+        begin = time.perf_counter()
+        jax.block_until_ready((self._pools, self._tokens, self._moved, self._sampling, last))
+        self.waited += time.perf_counter() - begin
 
     def _change(self, key: Hashable, program: Any, packed: np.ndarray) -> None:
         if key == LOAD_SLOT:

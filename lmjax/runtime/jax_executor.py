@@ -192,11 +192,13 @@ class JaxExecutor:
 
     def stats(self) -> dict[str, float]:
         """``compiles_total`` (since ready), ``padded_tokens_total``, ``device_seconds``: time in which a step ran, as
-        seen by this thread (a step that ended while nobody waited counts until it was collected)."""
+        seen by this thread (a step that ended while nobody waited counts until it was collected).
+        ``submit_wait_seconds``: of ``submit``, in which it waited for a device."""
         return {
             "compiles_total": self._monitor.count,
             "padded_tokens_total": self._padded_tokens,
             "device_seconds": self._device_seconds,
+            "submit_wait_seconds": self._device.waited,
         }
 
     def close(self) -> None:

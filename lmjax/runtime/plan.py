@@ -24,7 +24,7 @@ from lmjax.runtime.plan_costs import Step, Weights, bytes_per_device, roofline, 
 from lmjax.runtime.plan_layers import Cut, cut, scale
 from lmjax.runtime.platform import no_compilation_cache
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
-from lmjax.runtime.resolve import ProgramMemory, Resolved, make_spec, resolve, step_bytes
+from lmjax.runtime.resolve import ProgramMemory, Resolved, make_spec, resolve, spread_spec, step_bytes
 from lmjax.weights.source import ModelSource
 
 MOST_DEVICES = 64
@@ -107,6 +107,8 @@ class Deployment:
 
     def resolve(self) -> Resolved:
         """For the devices of a topology. Raises ``ConfigError``."""
+        # first, since a topology takes its time: what no card would help
+        spread_spec(make_spec(self.source, self.config.max_model_len), self.degree)
         mesh = make_mesh(topology(self.card, self.degree.devices), self.degree.pp)
         placement = Placement(mesh, self.degree.expert_parallel)
         env = placement.env(self.card.target(), self.config.attention_backend)  # type: ignore[arg-type]

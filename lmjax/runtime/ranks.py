@@ -59,6 +59,10 @@ class Leader:
     def keys(self) -> list[Hashable]:
         return self._device.keys
 
+    @property
+    def waited(self) -> float:
+        return self._device.waited
+
     def run(self, calls: Sequence[Call]) -> Outputs:
         self._steps += 1
         self._ranks.send(self._codec.encode(self._steps, calls))

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from lmjax.cluster import pulse
-from lmjax.cluster.channel import check_own, connect, listen, resolve_address
+from lmjax.cluster.channel import connect, listen, listen_on_own, resolve_address
 from lmjax.cluster.messages import Step, Stop
 from lmjax.cluster.ranks import Ranks
 from lmjax.config import ConfigError
@@ -138,7 +138,7 @@ def test_addresses():
     with pytest.raises(ConfigError, match=r"--master-addr: got no\.such\.host\.invalid"):
         resolve_address("no.such.host.invalid", 1, 0.0)
     with pytest.raises(ConfigError, match="--master-addr: rank 0 cannot listen on there"):
-        check_own("192.0.2.1", "there", 29500)
+        listen_on_own("192.0.2.1", "there", 29500)
 
 
 def test_a_name_that_only_this_host_reaches_is_refused(monkeypatch):

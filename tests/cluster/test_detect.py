@@ -91,6 +91,11 @@ def test_first_host_of_a_slurm_list(nodes, first):
         (hosts(2, 2, "a"), "--node-rank: got 2, must be between 0 and 1"),
         ({"node_rank": 1}, "--node-rank: got 1, must be below --nnodes (1)"),
         (hosts(2, 0, "a"), "--tensor-parallel-size: got 1, must be a multiple of --nnodes (2)"),
+        (hosts(2, 0, "a", pipeline_parallel_size=3), "--pipeline-parallel-size: got 3, must be a multiple of --nnodes"),
+        (
+            hosts(2, 0, "a", tensor_parallel_size=3, pipeline_parallel_size=3),
+            "--tensor-parallel-size x --pipeline-parallel-size: got 3 x 3, must be a multiple of --nnodes (2)",
+        ),
         (hosts(2, 0, "a", tensor_parallel_size=2, master_port=0), "--master-port: got 0, must be between 1 and 65535"),
         (hosts(2, 0, "a", tensor_parallel_size=2, bundle="b"), "--bundle: is for one host"),
     ],

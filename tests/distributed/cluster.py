@@ -60,7 +60,8 @@ class Cluster(LiveServer):
     def command(self) -> list[str]:
         serve = super().command()
         given = serve[serve.index("serve") + 1 :]
-        environment = [f"LMJAX={LMJAX}", f"MASTER_PORT={free_port()}"]
+        self.master_port = free_port()
+        environment = [f"LMJAX={LMJAX}", f"MASTER_PORT={self.master_port}"]
         return ["env", *environment, *self.launcher, *given]
 
     def wait_ready(self, seconds: float = 800.0) -> None:

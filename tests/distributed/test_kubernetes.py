@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmjax.cluster.ranks import START
 from tests.server.live_server import ROOT
 
 yaml = pytest.importorskip("yaml")
@@ -36,7 +37,11 @@ def test_what_it_says_fits_together(manifests):
     assert service["selector"].items() <= leader["metadata"]["labels"].items()
     assert not service["selector"].items() <= worker["metadata"]["labels"].items()
     assert service["ports"][0]["targetPort"] == first["ports"][0]["containerPort"] == 8000
-    assert first["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000}
+    # /health is 200 while it loads: it says nothing of a start, and /ready fails while it drains
+    paths = {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
+    for probe, path in paths.items():
+        assert first[probe]["httpGet"] == {"path": path, "port": 8000}, probe
+    assert first["startupProbe"]["periodSeconds"] * first["startupProbe"]["failureThreshold"] >= START + 1800
 
 
 def test_pods_and_service_fit_kubernetes_schemas(manifests):

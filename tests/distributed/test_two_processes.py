@@ -123,6 +123,15 @@ def end_by(cluster: Cluster, victim: str, number: int, message: str) -> None:
         assert b"error" in got[0][-400:], got
 
 
+def test_a_second_rank_1_is_refused_and_the_first_goes_on(cluster: Cluster) -> None:
+    stray = subprocess.run(
+        rank_command(1, cluster.master_port, "4"), cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    assert stray.returncode == 2 and "--node-rank: rank 1 has joined already" in stray.stderr.splitlines()[-1], stray
+    time.sleep(1.5)  # JAX's service would have ended all by now
+    cluster.check_alive()
+
+
 def test_kill_9_of_a_rank_ends_all(cluster: Cluster) -> None:
     end_by(cluster, "engine 1", signal.SIGKILL, "the engine is dead: rank 1 is lost")
 
@@ -174,15 +183,19 @@ def test_whichever_process_it_is(victim: str, number: int, message: str) -> None
         server.close()
 
 
+def rank_command(rank: int, port: int, devices: str, **changes: str) -> list[str]:
+    """One of two, as by hand."""
+    given = FLAGS | changes | {"--port": "0", "--host": "127.0.0.1", "--tensor-parallel-size": devices}
+    given |= {"--nnodes": "2", "--node-rank": str(rank), "--master-addr": "127.0.0.1", "--master-port": str(port)}
+    flags = [part for pair in given.items() for part in pair]
+    return [sys.executable, "-m", "lmjax.cli", "serve", "--model", str(model_dir("RAND")), *flags]
+
+
 def test_settings_that_differ_are_named() -> None:
     """On both ranks, before anything is loaded."""
     port, ranks = free_port(), []
     for rank in (0, 1):
-        changed = FLAGS | {"--max-num-seqs": str(4 + rank), "--port": "0", "--host": "127.0.0.1"}
-        hosts = {"--nnodes": "2", "--node-rank": str(rank), "--master-addr": "127.0.0.1", "--master-port": str(port)}
-        given = [part for pair in (changed | hosts).items() for part in pair]
-        command = [sys.executable, "-m", "lmjax.cli", "serve", "--model", str(model_dir("RAND")), *given]
-        command += ["--tensor-parallel-size", "2"]
+        command = rank_command(rank, port, "2", **{"--max-num-seqs": str(4 + rank)})
         ranks.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True))
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], said

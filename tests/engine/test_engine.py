@@ -125,6 +125,24 @@ def test_every_step_size_is_told_once():
     assert 0 < stats.step_host_seconds < 5
 
 
+def test_waiting_for_the_device_in_submit_is_no_host_time():
+    """As CPU meshes do, which run one program at a time."""
+    engine, records = made()
+    submit, stats, waits = engine.executor.submit, engine.executor.stats, []
+
+    def waiting(plan):
+        begin = time.perf_counter()
+        time.sleep(0.02)
+        waits.append(time.perf_counter() - begin)
+        return submit(plan)
+
+    engine.executor.submit = waiting
+    engine.executor.stats = lambda: stats() | {"submit_wait_seconds": sum(waits)}
+    engine.run(Inbox({1: [add(1, range(10), max_tokens=20)]}))
+    told = [record.stats for record in records if record.stats is not None][-1]
+    assert len(waits) >= 20 and 0 < told.step_host_seconds < sum(waits) / 2
+
+
 def busy_engine(rows, step_seconds=0.0, publish=lambda record: None, **params):
     info = fake_info(max_num_seqs=rows, num_blocks=rows * 40, max_model_len=512, token_buckets=(1024,))
     executor = FakeExecutor(info, cheap=True, step_seconds=step_seconds)

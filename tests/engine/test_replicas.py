@@ -103,14 +103,20 @@ def test_one_that_dies_takes_only_its_own_requests(monkeypatch):
             await until(lambda: many.stats().num_running == 8)
             before = many.stats().prompt_tokens
             os.kill(pids[0], signal.SIGKILL)
+            await until(lambda: [report.alive for report in many.reports().values()] == [False, True])
+            counted = many.reports()[0].stats
+            assert counted.prompt_tokens > 0 and counted.num_running == 0
             found = await asyncio.gather(*running, return_exceptions=True)
             dead = [x for x in found if isinstance(x, EngineDeadError)]
             assert len(dead) == 4, found
+            assert all(error.retry_after == 1 for error in dead)  # the other engine is alive
             assert all(len(x[0]) == 200 for x in found if not isinstance(x, EngineDeadError))
             assert many.ready and many.dead is None
             await until(lambda: set(many.pids) == {0, 1}, 20)
             assert many.pids[1] == pids[1] and many.pids[0] != pids[0]
             assert many.stats().prompt_tokens >= before
+            again = many.reports()[0]
+            assert again.alive and again.stats.prompt_tokens >= counted.prompt_tokens
             assert all(replica.work == 0 for replica in many._replicas.values())
             tokens, _ = await answer(many, max_tokens=5, ignore_eos=True)
             assert len(tokens) == 5
@@ -128,8 +134,9 @@ def test_none_is_left_and_none_can_be_started(monkeypatch):
             for pid in list(many.pids.values()):
                 os.kill(pid, signal.SIGKILL)
             await until(lambda: not many.ready)
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(EngineDeadError) as found:
                 await answer(many, max_tokens=5)
+            assert found.value.retry_after == 5
             await until(lambda: many.dead is not None, 20)
             assert "--block-size" in many.dead
 

@@ -195,9 +195,9 @@ def fake_plan() -> Plan:
     )
 
 
-@deviceless.skip
-def test_what_cannot_be_spread_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="--tensor-parallel-size: got 3, but it has 16 query heads"):
+def test_what_cannot_be_spread_is_refused_by_name_before_a_compiler_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("lmjax.runtime.plan.topology", None)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size: got 3, but the model has 16 query heads"):
         make_plan(deployment(write(tmp_path, SMALL), devices=3), None, ignore)
 
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmjax.protocol import EngineReport, EngineStats
+from lmjax.types import RequestUpdate
+from server.state import STATE
+from tests.fake_engine import FakeEngine, queue_full
 from tests.server.helpers import Api, api, run_async
 
 HISTOGRAMS = (
@@ -20,13 +28,13 @@ COUNTERS = (
     "external_prefix_cache_hits num_swaps_out num_swaps_in swapped_out_blocks swapped_in_blocks swapped_bytes"
 )
 GAUGES = (
-    "num_requests_running num_requests_waiting kv_cache_usage_perc cpu_cache_usage_perc cache_config_info "
-    "weights_info sleep_level"
+    "num_requests_running num_requests_waiting kv_cache_usage_perc cpu_cache_usage_perc engine_alive "
+    "cache_config_info weights_info sleep_level"
 )
 
 
 async def scrape(server: Api) -> tuple[dict[str, str], dict[str, float]]:
-    """Types by family, and samples: by name, and by name{label=value} for labels other than the common ones."""
+    """Types by family, and samples: by name, and by name{label=value} for labels other than engine 0's."""
     async with server.http.get("/metrics") as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         text = await response.text()
@@ -34,8 +42,9 @@ async def scrape(server: Api) -> tuple[dict[str, str], dict[str, float]]:
     samples: dict[str, float] = {}
     for family in families:
         for sample in family.samples:
-            assert sample.labels["model_name"] == "fake" and sample.labels["engine"] == "0"
-            extra = ",".join(f"{k}={v}" for k, v in sample.labels.items() if k not in ("model_name", "engine"))
+            assert sample.labels["model_name"] == "fake"
+            common = [("model_name", "fake"), ("engine", "0")]
+            extra = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if (k, v) not in common)
             samples[sample.name + (f"{{{extra}}}" if extra else "")] = sample.value
     return {family.name: family.type for family in families}, samples
 
@@ -79,6 +88,53 @@ async def test_values() -> None:
         # a second scrape counts no step twice
         _, again = await scrape(server)
         assert again["lmjax:iteration_tokens_total_count"] == 15
+
+
+@run_async
+async def test_several_engines() -> None:
+    """Each has series of its own, and the requests that it worked on; one that died shows."""
+    async with api() as server:
+        fake = server.engine
+        report, generate = fake.reports()[0], fake.generate
+
+        async def by_engine_1(*args: Any, **kwargs: Any) -> AsyncIterator[RequestUpdate]:
+            async for update in generate(*args, **kwargs):
+                update.engine = 1
+                yield update
+
+        other = EngineReport(replace(fake.info, num_kv_blocks=7), EngineStats(steps=5, iteration_tokens=[3]), True)
+        server.app[STATE].metrics.attach("fake", lambda: {0: report._replace(alive=False), 1: other}, lambda: (7, 0))
+        fake.generate = by_engine_1  # type: ignore[method-assign]
+        await server.complete(max_tokens=4)
+        _, samples = await scrape(server)
+        assert samples["lmjax:engine_alive"] == 0 and samples["lmjax:engine_alive{engine=1}"] == 1
+        assert samples["lmjax:cache_config_info{block_size=16,cache_dtype=float32,num_gpu_blocks=4096}"] == 1
+        assert samples["lmjax:cache_config_info{block_size=16,cache_dtype=float32,engine=1,num_gpu_blocks=7}"] == 1
+        assert samples["lmjax:steps_total{engine=1}"] == 5
+        assert samples["lmjax:iteration_tokens_total_sum{engine=1}"] == 3
+        assert samples["lmjax:request_success_total{engine=1,finished_reason=length}"] == 1
+        assert samples["lmjax:request_params_n_sum{engine=1}"] == 1
+        assert samples["lmjax:request_params_n_sum"] == 0
+
+
+@run_async
+async def test_requests_without_an_answer() -> None:
+    """Aborted by the client, ended by the engine, refused: each counts where it belongs."""
+    async with api(FakeEngine(script=False, step=0.01)) as server:
+        body = {"model": "fake", "prompt": "x", "max_tokens": 900, "stream": True, "n": 2}
+        async with server.http.post("/v1/completions", json=body) as response:
+            await response.content.readline()
+            response.close()
+        await server.settled(lambda: server.engine.aborted == 1)
+        server.engine.refuse = queue_full()
+        await server.complete(429)
+        server.engine.refuse, server.engine.fail_after = None, 2
+        await server.complete(500, max_tokens=9)
+        _, samples = await scrape(server)
+        ended = {key: value for key, value in samples.items() if key.startswith("lmjax:request_success_total")}
+        name = "lmjax:request_success_total{finished_reason=%s}"
+        assert ended == {name % "abort": 2, name % "error": 1}
+        assert samples["lmjax:admission_rejections_total{reason=queue_full}"] == 1
 
 
 @run_async

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,45 @@ async def test_the_engines_death_ends_every_stream() -> None:
             async with server.http.get(path) as response:
                 assert response.status == 503
         await server.complete(503)
+
+
+@run_async
+async def test_the_death_of_one_of_several_engines_is_503_too() -> None:
+    """Alone, in a stream, and with several prompts; another engine takes the next try."""
+    async with api(slow_engine()) as server:
+        posts = [
+            server.http.post("/v1/completions", json=LONG | {"stream": stream, "prompt": prompt})
+            for stream in (False, True)
+            for prompt in ("a", ["b", "c"])
+        ]
+        running = [asyncio.ensure_future(whole(post)) for post in posts]
+        await server.settled(lambda: server.engine.running == 6)
+        await asyncio.sleep(0.05)
+        server.engine.lose("engine 1 was killed by signal 9")
+        found = await asyncio.gather(*running)
+        for status, headers, text in found[:2]:
+            assert status == 503 and headers["Retry-After"] == "1", text
+            error = json.loads(text)["error"]
+            assert (error["type"], error["code"]) == ("service_unavailable", "engine_dead")
+        for status, _, text in found[2:]:
+            assert status == 200 and events(text, done=False)[-1]["error"]["code"] == "engine_dead"
+        server.engine.lost = None
+        await server.complete()
+
+
+async def whole(post: Any) -> tuple[int, Any, str]:
+    async with post as response:
+        return response.status, response.headers, await response.text()
+
+
+@run_async
+async def test_while_no_engine_is_alive() -> None:
+    async with api() as server:
+        server.engine.ready = False
+        async with server.http.get("/ready") as response:
+            assert response.status == 503 and response.headers["Retry-After"]
+        error = (await server.complete(503))["error"]
+        assert error["code"] == "engine_dead" and "being started" in error["message"]
 
 
 @run_async
