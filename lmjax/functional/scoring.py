@@ -11,6 +11,7 @@ from jax import lax
 
 from lmjax.functional.cache import BLOCK_SIZE, check_tokens, env_or_default, own_blocks
 from lmjax.functional.dense import FORMS
+from lmjax.functional.exact import exact
 from lmjax.models import decoder
 from lmjax.models.params import DecoderParams
 from lmjax.models.spec import DecoderSpec
@@ -41,12 +42,18 @@ def logprobs(
 
     tokens: int32 [B, n]. lengths: int32 [B], tokens of each row that count (default n); entries behind are 0 and have
     no gradient. Usable under jit, grad, vmap and shard_map over B. The value is computed by the ops of the serving
-    forward; the gradient, in reverse mode alone, is that of dense attention in float32. remat: keep of each layer only
+    forward; the gradient, in reverse mode alone, is that of dense attention in float32. With the ``env`` of a
+    deterministic engine (``LLM.functional``) the value has that engine's bits, for one forward more. remat: keep of each layer only
     its input and compute the layer again in the backward pass.
     """
-    hidden, targets, env = _hidden(params, tokens, spec, remat, env)
-    found = _by_columns(params, hidden, targets, spec, env, False)
-    return _cut(found[0], tokens.shape, lengths)
+    env, tokens = env_or_default(env), _checked(tokens, spec)
+
+    def plain(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: Env) -> jax.Array:
+        hidden, targets, env = _hidden(params, tokens, spec, remat, env)
+        return _cut(_by_columns(params, hidden, targets, spec, env, False)[0], tokens.shape, None)
+
+    found = (plain if env.tile is None else exact(plain))(params, tokens, spec, env)
+    return found if lengths is None else _cut_at(found, lengths)
 
 
 def scores(
@@ -59,20 +66,27 @@ def scores(
     env: Env | None = None,
 ) -> Scores:
     """``logprobs`` and the entropies of the same distributions, from one forward. Arguments as there."""
+    env, tokens = env_or_default(env), _checked(tokens, spec)
+    if env.tile is not None:
+        raise NotImplementedError("env: deterministic scores have log-probabilities alone, see logprobs")
     hidden, targets, env = _hidden(params, tokens, spec, remat, env)
     found = _by_columns(params, hidden, targets, spec, env, True)
     return Scores(*(_cut(x, tokens.shape, lengths) for x in found))
 
 
-def _hidden(
-    params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, remat: bool, env: Env | None
-) -> tuple[jax.Array, jax.Array, Env]:
-    """Hidden states [D, B * n] after the last norm, the token that follows each int32 [B * n], and what for."""
+def _checked(tokens: jax.Array, spec: DecoderSpec) -> jax.Array:
     tokens = check_tokens(tokens)
     width = tokens.shape[1]
     if not 2 <= width <= spec.max_len:
         raise ValueError(f"tokens: got rows of {width}, must be 2 to {spec.max_len} tokens")
-    env = replace(env_or_default(env), forms=FORMS)
+    return tokens
+
+
+def _hidden(
+    params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, remat: bool, env: Env
+) -> tuple[jax.Array, jax.Array, Env]:
+    """Hidden states [D, B * n] after the last norm, the token that follows each int32 [B * n], and what for."""
+    env = replace(env, forms=FORMS)
     groups = 1 + max(layer.attention.group for layer in spec.layers)
     pools = (jnp.zeros((0, 2, 0, 0, BLOCK_SIZE, 0)),) * groups  # attention makes its own; this tells the block size
     batch = _batch(tokens, groups)
@@ -131,6 +145,8 @@ def _by_columns(
 def _cut(x: jax.Array, shape: tuple[int, ...], lengths: jax.Array | None) -> jax.Array:
     """[B * n] -> [B, n - 1], 0 behind each row's length."""
     x = x.reshape(shape)[:, :-1]
-    if lengths is None:
-        return x
-    return jnp.where(jnp.arange(1, shape[1], dtype=jnp.int32)[None, :] < lengths[:, None], x, 0.0)
+    return x if lengths is None else _cut_at(x, lengths)
+
+
+def _cut_at(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    return jnp.where(jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32)[None, :] < lengths[:, None], x, 0.0)

@@ -114,7 +114,14 @@ def build_executor(
         monitor=CompileMonitor(config.require_warm),
         adapter=made.adapter,
         from_files=given.source is None,
+        functional=_functional(resolved),
     )
+
+
+def _functional(resolved: Resolved) -> dict[str, Any] | None:
+    if resolved.num_devices > 1:
+        return None
+    return {"spec": make_spec(resolved.source, resolved.config.max_model_len), "env": resolved.env}
 
 
 def build_follower(config: EngineConfig, progress: Progress | None = None) -> Follower:

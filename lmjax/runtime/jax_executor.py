@@ -61,8 +61,11 @@ class JaxExecutor:
         monitor: CompileMonitor,
         adapter: Adapter | None = None,
         from_files: bool = True,
+        functional: dict[str, Any] | None = None,
     ):
-        """adapter: takes weights from memory; None: they are spread over processes. from_files: those of the start."""
+        """adapter: takes weights from memory; None: they are spread over processes. from_files: those of the start.
+        functional: see ``LLM.functional``."""
+        self.functional = functional
         self.info = info
         self.model_info = model_info
         self._device = device

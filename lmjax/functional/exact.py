@@ -1,0 +1,85 @@
+"""Log-probabilities with the bits of an engine that runs with ``--deterministic``, and gradients all the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lmjax.functional.cache import make_cache
+from lmjax.models import decoder
+from lmjax.models.params import DecoderParams
+from lmjax.models.spec import DecoderSpec
+from lmjax.nn.batch import Batch
+from lmjax.nn.env import Env
+from lmjax.nn.tiles import columns_of, least_width, over_tiles, put_columns
+from lmjax.runtime.forward import logprobs_alone
+from lmjax.sampling.share import WHOLE
+
+
+def exact(plain: Any) -> Any:
+    """``plain(params, tokens, spec, env)`` float32 [B, n - 1] with the value of the engine's tiles, for an ``env`` that
+    has them, and the gradient of ``plain`` itself, whose loops can be differentiated."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+    def value(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: Env) -> jax.Array:
+        return _in_tiles(params, tokens, spec, env)
+
+    def forward(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: Env) -> tuple[jax.Array, Any]:
+        return _in_tiles(params, tokens, spec, env), (params, tokens)
+
+    def backward(spec: DecoderSpec, env: Env, saved: Any, cotangent: jax.Array) -> tuple[Any, None]:
+        params, tokens = saved
+        _, pull = jax.vjp(lambda params: plain(params, tokens, spec, replace(env, tile=None)), params)
+        return (*pull(cotangent), None)
+
+    value.defvjp(forward, backward)
+    return value
+
+
+def _in_tiles(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: Env) -> jax.Array:
+    """tokens int32 [B, n] -> float32 [B, n - 1]."""
+    assert env.tile is not None
+    rows, length = tokens.shape
+    total, tile = rows * length, env.tile
+    width = max(-(-total // tile) * tile, least_width(env.target))
+    num = total + jnp.minimum(tokens.min(), 0)  # a number that XLA does not know
+    cache = make_cache(spec, rows, length, params.norm.dtype.name)
+    hidden, _ = decoder.forward(
+        params, spec, cache.pools, _batch(tokens, cache.tables, num, width, len(cache.pools)), env
+    )
+    targets = _padded(jnp.roll(tokens, -1, axis=1).reshape(-1), width)
+
+    def block(first: jax.Array, out: jax.Array) -> jax.Array:
+        logits = decoder.logits(params, spec, columns_of(hidden, first, tile), env)
+        found = logprobs_alone(logits, columns_of(targets, first, tile), 1, WHOLE, num)
+        return put_columns(out, found.logprobs, first)
+
+    found = over_tiles(tile, width, num, block, jnp.zeros(width, jnp.float32))
+    return found[:total].reshape(rows, length)[:, :-1]
+
+
+def _batch(tokens: jax.Array, tables: jax.Array, num: jax.Array, width: int, groups: int) -> Batch:
+    """Whole rows, one after the other, and padding up to ``width`` tokens."""
+    rows, length = tokens.shape
+    row, ones = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, jnp.int32)
+    return Batch(
+        token_ids=_padded(tokens.reshape(-1), width),
+        positions=_padded(jnp.tile(jnp.arange(length, dtype=jnp.int32), rows), width),
+        token_rows=_padded(jnp.repeat(row, length), width),
+        block_tables=jnp.broadcast_to(tables, (groups, *tables.shape)),
+        query_starts=row * length,
+        query_lens=ones * length,
+        context_lens=ones * length,
+        logit_tokens=row * length + (length - 1),
+        num_decode=jnp.int32(0),
+        num_rows=jnp.int32(rows),
+        num_tokens=num,
+    )
+
+
+def _padded(x: jax.Array, width: int) -> jax.Array:
+    return jnp.pad(x, (0, width - x.shape[0]))
