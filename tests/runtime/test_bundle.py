@@ -87,6 +87,10 @@ def test_finished_programs_are_kept_on_a_second_run(bundle):
     [
         ({"max_num_seqs": 3}, "--max-num-seqs: 3 here, 1 in the bundle"),
         ({"max_logprobs": 1}, "--max-logprobs: 1 here, 2 in the bundle"),
+        (
+            {"logprobs_mode": "processed_logprobs"},
+            "--logprobs-mode: processed_logprobs here, raw_logprobs in the bundle",
+        ),
         ({"dtype": "bfloat16"}, "--dtype: bfloat16 here, float32 in the bundle"),
         ({"max_model_len": 32}, "--max-model-len: 32 here, 64 in the bundle"),
         ({"hf_overrides": {"rms_norm_eps": 1e-3}}, "model: llama of"),
