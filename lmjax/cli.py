@@ -49,14 +49,15 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:  # settings, model files, input: ConfigError, WeightError, ParameterError, ...
         if type(error).__module__.split(".")[0] not in ("lmjax", "server"):
             raise  # not ours: a bug, which needs its traceback
-        return _fail(arguments.command, error, 2)
+        return _fail(arguments, error, 2)
     except EngineDeadError as error:
-        return _fail(arguments.command, error, 1)
+        return _fail(arguments, error, 1)
 
 
-def _fail(command: str, error: Exception, code: int) -> int:
+def _fail(arguments: argparse.Namespace, error: Exception, code: int) -> int:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    print(f"lmjax {command}: error: {lines[0]}", file=sys.stderr)
+    label = getattr(arguments, "label", "")  # of one of several ranks
+    print(f"lmjax {arguments.command}: {label}error: {lines[0]}", file=sys.stderr)
     return code
 
 
@@ -108,12 +109,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     engine_names = {option.name for option in options}
     config = EngineConfig(**{k: v for k, v in given.items() if k in engine_names}).validate()
     replicas = given.pop("data_parallel_size", 1)
+    arguments.label = config.rank_label
     settings = _server_settings({k: v for k, v in given.items() if k not in engine_names}, config)
     if config.node_rank:
         return _follow(config, settings)
     from server.app import run_server
 
-    return run_server(lambda: _start_engine(config, replicas), settings)
+    return run_server(lambda: _start_engine(config, replicas), settings, config.rank_label)
 
 
 def _check_replicas(given: dict[str, Any]) -> None:
@@ -129,7 +131,7 @@ def _follow(config: EngineConfig, settings: ServerSettings) -> int:
     from lmjax.engine.follower import run_follower
     from server.lifecycle import set_up_logging
 
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, config.rank_label)
     # rank 0 may need its whole time-out, and a moment for the engine
     return run_follower(config, settings.shutdown_timeout + 10.0)
 

@@ -99,6 +99,11 @@ class EngineConfig:
         """Of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def rank_label(self) -> str:
+        """Begins the lines of a rank; empty where there is only one."""
+        return f"rank {self.node_rank}: " if self.nnodes > 1 else ""
+
     def replace(self, **changes: Any) -> EngineConfig:
         return replace(self, **changes)
 

@@ -31,14 +31,15 @@ ABORT_GRACE = 5.0  # for aborted requests to write their last event
 ClientFactory = Callable[[], Awaitable[EngineClient]]
 
 
-def run_server(client_factory: ClientFactory, settings: ServerSettings) -> int:
+def run_server(client_factory: ClientFactory, settings: ServerSettings, label: str = "") -> int:
     """Serves until SIGTERM or SIGINT; returns the process's exit code.
 
     0: ended as asked. 1: the address cannot be used, or the engine died. The address is bound before the engine
-    loads. What ``client_factory`` raises is raised from here, once the server is closed.
+    loads. What ``client_factory`` raises is raised from here, once the server is closed. ``label``: see
+    ``set_up_logging``.
     """
     settings.validate()
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, label)
     return asyncio.run(_Server(client_factory, settings).run())
 
 
@@ -184,13 +185,13 @@ def _ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
     return context
 
 
-def set_up_logging(level: str) -> None:
-    """Access lines are bare JSON; others have a time and a level. Both go to stderr."""
+def set_up_logging(level: str, label: str = "") -> None:
+    """Access lines are bare JSON; others have a time, a level and ``label``. Both go to stderr."""
     root = logging.getLogger("lmjax")
     root.setLevel(level.upper())
     if not root.hasHandlers():
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {label}%(name)s: %(message)s"))
         root.addHandler(handler)
     access = logging.getLogger("lmjax.access")
     if not access.handlers:

@@ -102,9 +102,11 @@ class Door:
     def _admit(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> tuple[str | None, int | None]:
         """(Why it is refused, None), or (None, its rank)."""
         rank, count = hello.get("rank"), hello.get("count")
+        if not isinstance(rank, int) or not isinstance(count, int):  # they get into messages
+            return "this is no rank of lmjax", None
         if count != self._count:
             return f"--nnodes: {self._count} on rank 0, {count} on rank {rank}", None
-        if not isinstance(rank, int) or not 0 < rank < self._count:
+        if not 0 < rank < self._count:
             return f"--node-rank: got {rank}, must be between 1 and {self._count - 1}", None
         with self._lock:
             if rank in self._here or not self._open:

@@ -58,7 +58,7 @@ class AsyncEngine:
         self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._stats = EngineStats()
         self._dead: str | None = None
-        self._policy = "fcfs"
+        self._policy, self._label = "fcfs", ""
         self._progress: Callable[[str], None] | None = None
         self._on_dead: Callable[[str], None] | None = None
         self._orders: dict[int, asyncio.Future[ControlReply]] = {}  # that wait for their reply
@@ -76,23 +76,25 @@ class AsyncEngine:
         executor: str = DEFAULT_EXECUTOR,
         front: Front | None = None,
         environment: dict[str, str] | None = None,
+        label: str = "",
     ) -> AsyncEngine:
         """Starts the process and waits until every program is compiled.
 
         ``progress(line)`` says what is being done. ``on_dead(reason)`` is called once if the engine dies later.
         ``executor``: "module:function" that builds the executor from the config, in the engine's process.
-        ``front``: that of another engine of the same model; ``environment``: variables for the process.
+        ``front``: that of another engine of the same model; ``environment``: variables for the process;
+        ``label``: begins the lines of its log.
         Raises ``ConfigError`` when the settings or the model are at fault, else ``EngineDeadError``.
         """
         self = cls()
-        self._progress, self._on_dead = progress, on_dead
+        self._progress, self._on_dead, self._label = progress, on_dead, label
         self._policy = config.validate().scheduling_policy
         check_first_rank(config)
         try:
             # first: a model that is not there costs no process, and a download or unpacking is done only once
             front = front if front is not None else await asyncio.to_thread(_load_front, config)
             self.front, self.tokenizer = front, front.tokenizer
-            self._process = EngineProcess(config, executor, self._exited, environment)
+            self._process = EngineProcess(config, executor, self._exited, environment, label)
             self._loop.add_reader(self._process.fileno(), self._read)
             self._read()
             self.info = front.complete(await self._started)
@@ -259,7 +261,7 @@ class AsyncEngine:
             case ControlReply():
                 self._replied(message)
             case Progress():
-                log.info("%s", message.message)
+                log.info("%s%s", self._label, message.message)
                 if self._progress is not None:
                     self._progress(message.message)
             case Ready():
@@ -301,7 +303,7 @@ class AsyncEngine:
         if not self._started.done():
             self._started.set_exception(kind(reason))
             return
-        log.error("%s", reason)
+        log.error("%s%s", self._label, reason)
         if self._outputs is not None:
             _wake(self._outputs.fail_all(reason))
         self._fail_orders(reason)

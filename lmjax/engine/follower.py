@@ -56,7 +56,7 @@ def _watch(
             continue
         if asked is None:
             asked = time.monotonic()
-            log.info("rank %s: goes on until rank 0 ends, at most %g s", config.node_rank, grace)
+            log.info("goes on until rank 0 ends, at most %g s", grace)
         if len(signals) > 1 or time.monotonic() - asked > (grace if following else _START_GRACE):
             return 1 if following else 0
     code = exits.get()

@@ -63,6 +63,7 @@ class EngineProcess:
         executor: str,
         on_exit: Callable[[int], None],
         environment: dict[str, str] | None = None,
+        label: str = "",
     ):
         self._directory = _private_directory()
         base = f"ipc://{self._directory}"
@@ -79,6 +80,7 @@ class EngineProcess:
             "config": dataclasses.asdict(config),
             "executor": executor,
             "directory": self._directory,
+            "label": label or config.rank_label,
             "log_level": logging.getLogger("lmjax").getEffectiveLevel(),
             "signs": childs,
         }
@@ -216,7 +218,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s {boot['label']}%(name)s: %(message)s")
     logging.getLogger("lmjax").setLevel(boot["log_level"])
     directory = boot["directory"]
     channel = Channel(directory)

@@ -273,9 +273,11 @@ class Replicas:
     # --- engines ----------------------------------------------------------------------------------------------
 
     async def _start_one(self, index: int, progress: Callable[[str], None] | None = None) -> None:
+        label = f"engine {index}: "
+
         def tell(line: str) -> None:
             if progress is not None:
-                progress(f"engine {index}: {line}")
+                progress(label + line)
 
         engine = await AsyncEngine.start(
             self._config,
@@ -284,6 +286,7 @@ class Replicas:
             executor=self._executor,
             front=self._front,
             environment=_devices_of(index, index + 1, self._config.num_devices),
+            label=label,
         )
         async with self._changing:
             try:

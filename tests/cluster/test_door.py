@@ -88,7 +88,7 @@ def test_who_does_not_belong_here_is_told_why(three: Meeting, rank: int, count: 
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * 5000, b""])
-def test_what_is_no_rank_is_not_counted(three: Meeting, said: bytes) -> None:
+def test_what_is_no_rank_is_not_answered_and_not_counted(three: Meeting, said: bytes) -> None:
     with socket.create_connection(("127.0.0.1", three.port), timeout=5) as other:
         other.sendall(said)
         other.shutdown(socket.SHUT_WR)
@@ -120,3 +120,11 @@ def test_a_name_that_is_waited_for_is_told_once() -> None:
     with pytest.raises(ConfigError, match=r"--master-addr: got no\.such"):
         resolve_address("no.such.host.invalid", 1, 0.5, said.append)
     assert len(said) == 1 and "no.such.host.invalid has no address yet" in said[0]
+
+
+def test_what_is_no_number_is_refused_and_not_repeated(three: Meeting) -> None:
+    with socket.create_connection(("127.0.0.1", three.port), timeout=5) as other:
+        other.sendall(b'{"greeting": "lmjax 1", "rank": "1\\nERROR x", "count": 3}\n')
+        answer = other.recv(1000)
+    assert b"no rank" in answer and b"ERROR" not in answer
+    three.present()

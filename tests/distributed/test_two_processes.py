@@ -199,5 +199,8 @@ def test_settings_that_differ_are_named() -> None:
         ranks.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True))
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], said
-    for text in said:
-        assert "--max-num-seqs: 4 on rank 0, 5 on rank 1" in text.splitlines()[-1], text
+    for rank, text in enumerate(said):
+        last = text.splitlines()[-1]
+        assert last.startswith(f"lmjax serve: rank {rank}: error: "), text
+        assert last.endswith("--max-num-seqs: 4 on rank 0, 5 on rank 1"), text  # whoever said it first
+        assert f" INFO rank {rank}: lmjax." in text, text

@@ -1,5 +1,6 @@
 """Executors that the engine's process builds by name ("tests.engine.factories:quick")."""
 
+import logging
 import os
 import time
 from types import SimpleNamespace
@@ -36,6 +37,12 @@ def quick(config, progress):
 def slow(config, progress):
     """5 ms a step: there is time to do something in the middle of an answer."""
     return executor(config, progress, step_seconds=0.005)
+
+
+def says(config, progress):
+    """A line in the log of the engine's process."""
+    logging.getLogger("lmjax.runtime").warning("is being made")
+    return executor(config, progress)
 
 
 def refuses(config, progress):

@@ -170,6 +170,22 @@ def test_a_full_queue_sends_on_to_the_next():
     run(main())
 
 
+def test_lines_of_the_log_say_whose_they_are(capfd, caplog):
+    caplog.set_level("INFO", "lmjax")
+
+    async def main():
+        async with await start_many(2, "says") as many:
+            os.kill(many.pids[1], signal.SIGKILL)
+            await until(lambda: len(many.pids) == 1)
+
+    run(main())
+    written, logged = capfd.readouterr().err, [record.getMessage() for record in caplog.records]
+    for index in range(2):
+        assert f" WARNING engine {index}: lmjax.runtime: is being made\n" in written
+        assert f"engine {index}: building a fake" in logged
+    assert "engine 1: the engine process was killed by signal 9" in logged
+
+
 def test_a_start_that_fails_leaves_nothing():
     async def main():
         with pytest.raises(ConfigError, match="--block-size"):
