@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -67,12 +67,16 @@ class Adapter:
         self._wanted = jax.tree.map(placed, wanted)
         self._by_name: dict[str, Any] = named_leaves(self._wanted)
         self._structure: Any = jax.tree.structure(self._wanted)
-        self._making = making(spec, wide)
+        self._wide = wide
         sharding = self._by_name["norm"].sharding
         self._devices = list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else [device]
         # XLA:CPU's devices take the collectives of two programs that run at once for each other (runtime.device)
         self._one_at_a_time = len(self._devices) > 1 and device.platform == "cpu"
         self._programs: dict[Hashable, Any] = {}
+
+    @cached_property
+    def _making(self) -> dict[str, tuple[Made, tuple[tuple[str, ...], ...]]]:
+        return making(self._spec, self._wide)  # many engines never need it
 
     def missing_bytes(self, tree: Any, names: Names | None = None) -> int:
         """What ``adapt`` would take on the device that gets the most."""
