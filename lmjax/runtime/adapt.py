@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -66,13 +66,17 @@ class Adapter:
         self._spec, self._names = spec, names
         self._wanted = jax.tree.map(placed, wanted)
         self._by_name: dict[str, Any] = named_leaves(self._wanted)
-        self._structure = jax.tree.structure(self._wanted)
-        self._making = making(spec, wide)
+        self._structure: Any = jax.tree.structure(self._wanted)
+        self._wide = wide
         sharding = self._by_name["norm"].sharding
         self._devices = list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else [device]
         # XLA:CPU's devices take the collectives of two programs that run at once for each other (runtime.device)
         self._one_at_a_time = len(self._devices) > 1 and device.platform == "cpu"
         self._programs: dict[Hashable, Any] = {}
+
+    @cached_property
+    def _making(self) -> dict[str, tuple[Made, tuple[tuple[str, ...], ...]]]:
+        return making(self._spec, self._wide)  # many engines never need it
 
     def missing_bytes(self, tree: Any, names: Names | None = None) -> int:
         """What ``adapt`` would take on the device that gets the most."""
@@ -110,10 +114,11 @@ class Adapter:
     def _same(self, tree: Any) -> DecoderParams | None:
         """A tree that is all as it should be, which a training loop gives after each of its steps: told without names,
         a millisecond for 30 layers."""
-        leaves, structure = jax.tree.flatten(tree) if isinstance(tree, DecoderParams) else ([], None)
-        if structure != self._structure:
+        if not isinstance(tree, DecoderParams):
             return None
-        if not all(_equal(leaf, wanted) for leaf, wanted in zip(leaves, self._by_name.values(), strict=True)):
+        leaves, structure = jax.tree.flatten(tree)
+        wanted = self._by_name.values()
+        if structure != self._structure or not all(map(_equal, leaves, wanted)):
             return None
         return jax.tree.map(lambda leaf, wanted: _in_mesh(leaf, wanted.sharding), tree, self._wanted)
 

@@ -93,7 +93,7 @@ def explicit_is_not_copied() -> None:
     print("explicit equal", flush=True)
 
 
-def engines() -> None:
+def engines(wanted: list[str]) -> None:
     """On a part of the caller's mesh, whose axes the sizes name; and on one device that is not the first."""
     name = "llama_mha_bias"
     config, tensors = tiny.CASES[name].config, tiny.tensors(name)
@@ -101,12 +101,12 @@ def engines() -> None:
     grid = np.array(jax.devices()).reshape(2, 2, 2)
     cases = {
         "none": {},
-        "first of two replicas": {"mesh": Mesh(grid[0, 0:1], ("data", "model")), "tensor_parallel_size": "model"},
+        "replica": {"mesh": Mesh(grid[0, 0:1], ("data", "model")), "tensor_parallel_size": "model"},
         "stages": {"mesh": Mesh(grid[1, 0], ("stage",)), "pipeline_parallel_size": "stage"},
-        "another device": {"mesh": Mesh(grid[1, 1, 1:], ("x",))},
+        "device": {"mesh": Mesh(grid[1, 1, 1:], ("x",))},
     }
     answers = {}
-    for case, settings in cases.items():
+    for case, settings in ((case, cases[case]) for case in ("none", *wanted)):
         with make(**settings) as llm:
             answers[case] = llm.generate([[5, 6, 7], [9]], GREEDY, use_tqdm=False)
             params = llm._engine.executor.params
@@ -121,8 +121,8 @@ def engines() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["engines"]:
-        engines()
+    if sys.argv[1] == "engines":
+        engines(sys.argv[2:])
     else:
         one("llama_mha_bias", split.Degree(2))
         one("llama_gqa4_dim20", split.Degree(4))  # each KV head twice

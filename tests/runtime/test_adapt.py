@@ -104,11 +104,14 @@ def test_a_wrong_tree_names_the_parameter():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("part", "count"), [("weights", 5), ("engines", 1)])
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [("weights", 5), ("engines replica", 1), pytest.param("engines stages device", 1, marks=pytest.mark.slow)],
+)
 def test_on_meshes(part, count):
     """In a process with 8 CPU devices."""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.runtime.adapt_on_meshes", part]
+    command = [sys.executable, "-m", "tests.runtime.adapt_on_meshes", *part.split()]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("equal") == count, done.stdout
