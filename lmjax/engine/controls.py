@@ -53,8 +53,8 @@ class LiveControls:
     @property
     def functional(self) -> dict[str, Any]:
         """Keyword arguments with which ``lmjax.functional`` computes as this engine does, to the bit with
-        ``deterministic``: ``functional.logprobs(llm.params, tokens, **llm.functional)``. Raises ``ValueError`` on several
-        devices, whose layout is their own."""
+        ``deterministic``: ``functional.logprobs(llm.params, tokens, **llm.functional)``. Raises ``ValueError`` on
+        several devices, whose layout is their own."""
         found: dict[str, Any] | None = self._engine.executor.functional  # type: ignore[attr-defined]
         if found is None:
             raise ValueError("functional: an engine on several devices has a layout of its own; give it a spec and env")

@@ -43,8 +43,8 @@ def logprobs(
     tokens: int32 [B, n]. lengths: int32 [B], tokens of each row that count (default n); entries behind are 0 and have
     no gradient. Usable under jit, grad, vmap and shard_map over B. The value is computed by the ops of the serving
     forward; the gradient, in reverse mode alone, is that of dense attention in float32. With the ``env`` of a
-    deterministic engine (``LLM.functional``) the value has that engine's bits, for one forward more. remat: keep of each layer only
-    its input and compute the layer again in the backward pass.
+    deterministic engine (``LLM.functional``) the value has that engine's bits, for one forward more. remat: keep of
+    each layer only its input and compute the layer again in the backward pass.
     """
     env, tokens = env_or_default(env), _checked(tokens, spec)
 
