@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention import choose, paged_attention
 from pallas_kernels.platform import CPU, Target
 from tests.pairs import all_pairs, name
 from tests.pallas_kernels import ragged
-from tests.pallas_kernels.test_paged_decode import AXES, UNOPTIMISED, split_options
+from tests.pallas_kernels.test_paged_decode import AXES, split_options
 
 # (decode rows, rows as (tokens before, tokens now), T, S)
 BATCHES = {
@@ -42,7 +42,7 @@ def test_xla_form_matches_float64(case):
     )
     operands, static = split_options(made)
 
-    @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+    @functools.partial(jax.jit, compiler_options=ragged.UNOPTIMISED)
     def body(q, pool, arrays, operands):
         return paged_attention(q, pool, **arrays, **operands, **static)
 
