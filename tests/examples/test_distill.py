@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 
 from examples import distill
 from lmjax import LLM, functional
@@ -62,18 +63,23 @@ def test_the_expected_gradient_is_that_of_the_exact_kl():
     spec = functional.spec_from_hf(config, None)
     params = functional.init_params(spec, "float32", 3)
     tensors = {name: np.asarray(x) for name, x in to_hf(params, spec).items()}
-    module, variables = plain.Decoder(config, (None,)), plain.to_linen(tensors)
+    module, variables = plain.Decoder(FrozenDict(config), (None,)), plain.to_linen(tensors)
     prompt, size = np.array([3, 1, 4, 1, 5]), distill.SYMBOLS
     theirs = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (size,)) * 2)
-    expected = jax.grad(exact_kl)(variables, prompt[None], theirs, module)
+    expected = jax.jit(jax.grad(exact_kl), static_argnums=3)(variables, prompt[None], theirs, module)
     ours = jax.nn.log_softmax(module.apply(variables, prompt[None])[0, -1])
 
     tokens = np.stack([[*prompt, symbol] for symbol in range(size)])
     counts, scores = np.zeros((size, 5), np.float32), np.zeros((size, 5), np.float32)
     counts[:, -1], scores[:, -1] = np.exp(ours), theirs
     batch = {"tokens": tokens, "theirs": scores, "counts": counts}
-    gradient = jax.grad(lambda p: distill.loss(distill.Model(p), **batch, how={"spec": spec}, forward=False))(params)
-    found = to_hf(gradient, spec)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        return distill.loss(distill.Model(params), **batch, how={"spec": spec}, forward=False)
+
+    found = to_hf(gradient(params), spec)
     wanted = plain.from_linen(expected, list(found))
     for name, x in found.items():
         np.testing.assert_allclose(x, wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
