@@ -164,10 +164,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     args = parser.parse_args(argv)
     if len({args.teacher is None, args.student is None, args.prompts is None}) == 2:
         parser.error("--teacher, --student, --prompts: give all of them or none")
-    try:
-        teacher, student, prompts = models(args, np.random.default_rng(args.seed))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    teacher, student, prompts = models(args, np.random.default_rng(args.seed))
     with teacher, student:
         kl, agreement, speed = result = distill(teacher, student, prompts, args)
         if args.output:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +19,15 @@ pytestmark = pytest.mark.timeout(900)
 FLAGS = ["--steps", "40", "--teacher-steps", "40", "--batch", "32", "--length", "20"]
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(distill.TEACHER, "num_hidden_layers", 1)  # compiles faster
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    """A teacher of one layer, which compiles faster; it learns once. optax needs the standard promotion of types."""
+    toy_teacher = distill.toy_teacher
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setitem(distill.TEACHER, "num_hidden_layers", 1)
+        learn = functools.cache(lambda steps: toy_teacher(steps, np.random.default_rng(0)))
+        patch.setattr(distill, "toy_teacher", lambda steps, rng: learn(steps))
+        yield
 
 
 def test_the_student_comes_near_and_nothing_is_copied(monkeypatch):
@@ -34,7 +42,7 @@ def test_the_student_comes_near_and_nothing_is_copied(monkeypatch):
     monkeypatch.setattr(LLM, "set_params", set_params)
     result = distill.main(FLAGS)
     assert calls == [True] * 40
-    assert result.kl[1] < result.kl[0] / 3, result
+    assert result.kl[1] < result.kl[0] / 4, result
     assert result.agreement[1] > result.agreement[0] + 0.25, result
     assert result.tokens_per_second > 0
 
@@ -46,9 +54,11 @@ def test_what_the_teacher_thinks_of_other_answers_does_not_help(monkeypatch):
         step = real(*how)
         return lambda tokens, theirs, counts: step(tokens, rng.permutation(theirs), counts)
 
-    monkeypatch.setattr(distill, "trainer", shuffled)  # the teacher itself learns without a teacher
+    monkeypatch.setattr(distill, "trainer", shuffled)
     result = distill.main(FLAGS)
-    assert result.kl[1] > result.kl[0] * 0.8, result
+    # only the entropy is left of the objective: it ends as a uniform distribution, which is nearer than a random one
+    assert result.kl[1] > result.kl[0] / 2, result
+    assert result.agreement[1] < result.agreement[0] + 0.1, result
 
 
 def exact_kl(variables, tokens, theirs, module):
