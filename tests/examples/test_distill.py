@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import FrozenDict
+from safetensors.numpy import load_file
 
 from examples import distill
 from lmjax import LLM, functional
 from lmjax.weights.pytree import to_hf
 from tests.functional import plain
+from tests.runtime.tiny import tiny_model
 
 pytestmark = pytest.mark.timeout(900)
 FLAGS = ["--steps", "40", "--teacher-steps", "40", "--batch", "32", "--length", "20"]
@@ -58,7 +60,7 @@ def test_what_the_teacher_thinks_of_other_answers_does_not_help(monkeypatch):
     result = distill.main(FLAGS)
     # only the entropy is left of the objective: it ends as a uniform distribution, which is nearer than a random one
     assert result.kl[1] > result.kl[0] / 2, result
-    assert result.agreement[1] < result.agreement[0] + 0.1, result
+    assert result.agreement[1] < 0.3, result
 
 
 def exact_kl(variables, tokens, theirs, module):
@@ -100,3 +102,17 @@ def test_models_come_together(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         distill.main(flags)
     assert stop.value.code == 2 and "give all of them or none" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_models_of_files_on_the_teachers_samples(tmp_path):
+    model, prompts, out = str(tiny_model()), tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("one\nanother\n\nthree\n")
+    flags = ["--teacher", model, "--student", model, "--prompts", str(prompts), "--output", str(out)]
+    more = ["--objective", "forward", "--steps", "2", "--batch", "8", "--learning-rate", "1e-4"]
+    result = distill.main([*flags, *more])
+    assert result.kl[0] == 0 and result.agreement[0] == 1, result  # it is its own teacher
+    assert 0 < abs(result.kl[1]) < 0.01 and result.agreement[1] > 0.9, result
+    before, after = load_file(tiny_model() / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(0 < np.abs(x - after[name]).max() < 1e-3 for name, x in before.items())
