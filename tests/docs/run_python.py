@@ -1,12 +1,14 @@
-"""python run_python.py REPORT PAGE:LINE ...: runs Python blocks, each in a namespace of its own.
+"""python -m tests.docs.run_python REPORT PAGE:LINE ...: runs Python blocks, each in a namespace of its own, those of
+a page in a folder of their own below the current one.
 
-A line of JSON a block goes to REPORT: {"block", "error", "seconds"}. Tracebacks have the page's own lines.
+A line of JSON a block goes to REPORT: {"block", "error", "seconds", "cpu"}. Tracebacks have the page's own lines.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import time
 import traceback
@@ -27,11 +29,16 @@ def run(block: Block) -> str | None:
 
 def main(report: str, names: list[str]) -> None:
     known = {str(block): block for block in ALL}
+    here = Path.cwd()
     for name in names:
+        folder = here / Path(known[name].page).stem
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
         begin, cpu = time.monotonic(), time.process_time()
         error = run(known[name])
         gc.collect()  # an engine that the block has left open
-        entry = {"block": name, "error": error, "seconds": round(time.monotonic() - begin, 2), "cpu": round(time.process_time() - cpu, 2)}
+        spent = {"seconds": time.monotonic() - begin, "cpu": time.process_time() - cpu}
+        entry = {"block": name, "error": error} | {key: round(value, 2) for key, value in spent.items()}
         with Path(report).open("a") as file:
             file.write(json.dumps(entry) + "\n")
 

@@ -25,9 +25,10 @@ def is_slow(block: Block) -> bool:
 
 
 @functools.cache
-def outcomes(page: str, slow: bool) -> tuple[dict[str, str | None], str]:
-    """The error of each block of a page that was run, and what the process printed. One process: jax starts once."""
-    names = [str(b) for b in PYTHON if b.page == page and is_slow(b) == slow and missing(b) is None]
+def outcomes(slow: bool) -> tuple[dict[str, str | None], str]:
+    """The error of each block that was run, and what their process printed. One for all: jax starts once, and equal
+    engines are compiled once."""
+    names = [str(b) for b in PYTHON if is_slow(b) == slow and missing(b) is None]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.jsonl")
         work = Path(folder, "work")
@@ -40,7 +41,7 @@ def outcomes(page: str, slow: bool) -> tuple[dict[str, str | None], str]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=280,
+            timeout=840,
         )
         lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     return {line["block"]: line["error"] for line in lines}, done.stdout
@@ -54,20 +55,21 @@ def missing(block: Block) -> str | None:
     return None
 
 
+@pytest.mark.timeout(900)  # the first waits for all
 @pytest.mark.parametrize(
     "block", [pytest.param(b, id=str(b), marks=[pytest.mark.slow] if is_slow(b) else []) for b in PYTHON]
 )
 def test_it_runs(block):
     if reason := missing(block):
         pytest.skip(reason)
-    errors, output = outcomes(block.page, is_slow(block))
+    errors, output = outcomes(is_slow(block))
     assert str(block) in errors, f"its process ended before it did\n{output[-4000:]}"
     assert errors[str(block)] is None, f"{errors[str(block)]}\n{output[-2000:]}"
 
 
+@pytest.mark.timeout(900)
 def test_nothing_is_compiled_once_an_engine_is_ready():
-    for page in sorted({b.page for b in PYTHON if not is_slow(b)}):
-        assert "please report this" not in outcomes(page, False)[1], page
+    assert "please report this" not in outcomes(False)[1]
 
 
 @pytest.mark.parametrize("block", [pytest.param(b, id=str(b)) for b in PYTHON if b.page == "docs/pipelines.md"])

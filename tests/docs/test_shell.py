@@ -88,7 +88,7 @@ def test_a_fence_that_is_left_open_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.docs.blocks.ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("```python\na = 1\n```\n\n    ```\n```bash\nls\n")
-    with pytest.raises(ValueError, match="page.md:7"):
+    with pytest.raises(ValueError, match=r"page\.md:7"):
         blocks_of(page)
 
 
@@ -106,7 +106,12 @@ def test_the_flags_in_the_text_exist():
 
 @pytest.mark.parametrize(
     "command",
-    ["lmjax serve --no-such 1", "a=1 lmjax plan --sleep", "python -m examples.synthetic a --no-such", "scripts/launch_local.sh 2 2 --x"],
+    [
+        "lmjax serve --no-such 1",
+        "a=1 lmjax plan --sleep",
+        "python -m examples.synthetic a --no-such",
+        "scripts/launch_local.sh 2 2 --x",
+    ],
 )
 def test_a_flag_that_is_not_there_is_found(command):
     assert len(shell.unknown_flags(command)) == 1
