@@ -12,7 +12,7 @@ import numpy as np
 
 from lmjax.runtime.buckets import ForwardKey, SampleKey
 from lmjax.runtime.host_pool import HostPool
-from lmjax.runtime.live import Load, Loading, layout_of, zeros
+from lmjax.runtime.live import Load, Loading, layout_of, maker_of_zeros
 from lmjax.runtime.platform import give_back_memory
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import DeviceState
@@ -52,7 +52,7 @@ class Device:
         self.params = params
         self.layout = layout_of(params)
         self.load = load
-        self._pool_layout = layout_of(pools)
+        self._new_pools = maker_of_zeros(layout_of(pools))
         self._host_blocks = host_blocks
         self._pools = pools
         self._tokens, self._sampling = state.tokens, state.sampling
@@ -154,7 +154,7 @@ class Device:
         """Makes what ``sleep`` has freed anew, empty, but for the weights: they were set before."""
         assert self.params is not None, "there are no weights"
         if not self._pools:
-            self._pools = zeros(self._pool_layout)
+            self._pools = self._new_pools()
         if self.host is None and self._host_blocks:
             self.host = HostPool(self._pools, self._host_blocks)
 

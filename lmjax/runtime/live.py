@@ -159,3 +159,14 @@ def _structure_error(tree: Any, wanted: dict[str, Any]) -> str:
 def zeros(tree: Any) -> Any:
     """Arrays for abstract ones."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), tree)
+
+
+def maker_of_zeros(layout: Any) -> Any:
+    """A program that makes such arrays, compiled now: ``zeros`` itself is compiled anew where JAX's context (its mesh,
+    say) is another one than before, as it may be where a caller wakes the engine."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, layout)
+
+    def make() -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout)
+
+    return jax.jit(make, out_shardings=shardings).lower().compile()
