@@ -6,11 +6,13 @@ import pytest
 
 from lmjax.core.plan import SlotLoad
 from lmjax.core.request import NewRequest
+from lmjax.core.scheduler import request_seed
 from lmjax.sampling.params import FULL, GREEDY, feature_level
 from tests.fakes import Answer, run_requests
 from tests.runtime.reference import NumpyLlama
 from tests.runtime.requests import Limited, random_requests, scheduler_config
 from tests.runtime.tiny import tiny_executor, tiny_model
+from tests.sampling.reference import check_draw
 
 NUM_REQUESTS = 200
 GAP = 1e-4
@@ -39,27 +41,40 @@ def level_of(request: NewRequest) -> int:
     return feature_level(SlotLoad(0, request.params, 0, 0, request.prompt, n, request.stop_ids, request.bad_words_ids))
 
 
-def is_tie(request: NewRequest, expected: list[int], got: list[int]) -> bool:
-    """Whether the first difference is between two tokens that the reference can hardly tell apart (greedy requests
-    without changed logits only: anything else has no excuse)."""
-    load = SlotLoad(
-        0, request.params, 0, 0, request.prompt, len(request.prompt), request.stop_ids, request.bad_words_ids
-    )
-    if request.params.temperature > 0 or feature_level(load) == FULL:
-        return False
+def is_tie(request: NewRequest, index: int, expected: list[int], got: list[int]) -> bool:
+    """Whether the first difference is between two tokens that the reference can hardly tell apart: their logits, or
+    where one is drawn at random the bounds of their shares. ``index``: which of the request's choices."""
     at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None)
     if at is None:
         return False
-    logits = NumpyLlama(tiny_model()).logits([*request.prompt.tolist(), *expected[:at]])[-1]
-    return bool(abs(logits[expected[at]] - logits[got[at]]) < GAP)
+    history = np.array([*request.prompt.tolist(), *expected[:at]], np.int32)
+    logits = NumpyLlama(tiny_model()).logits(history.tolist())[-1]
+    seed = request.params.seed
+    seed = request_seed(0, request.handle) if seed is None else seed
+    load = SlotLoad(
+        0, request.params, seed, index, history, len(request.prompt), request.stop_ids, request.bad_words_ids
+    )
+    if request.params.temperature > 0:
+        return all(could_be_drawn(logits, load, token) for token in (expected[at], got[at]))
+    # with changed logits there is no excuse
+    return feature_level(load) < FULL and bool(abs(logits[expected[at]] - logits[got[at]]) < GAP)
+
+
+def could_be_drawn(logits: np.ndarray, load: SlotLoad, token: int) -> bool:
+    try:
+        check_draw(logits, load, token, tolerance=GAP / 10)
+    except AssertionError:
+        return False
+    return True
 
 
 def check_equal(requests: list[NewRequest], expected: dict[int, Answer], got: dict[int, Answer]) -> None:
     ties = []
     for request in requests:
-        for handle in range(request.handle, request.handle + request.params.n):
+        for index in range(request.params.n):
+            handle = request.handle + index
             want, have = expected[handle], got[handle]
-            if have.token_ids != want.token_ids and is_tie(request, want.token_ids, have.token_ids):
+            if have.token_ids != want.token_ids and is_tie(request, index, want.token_ids, have.token_ids):
                 ties.append(handle)
                 continue
             assert have.token_ids == want.token_ids, f"handle {handle}: {request.params}"
@@ -105,9 +120,11 @@ def test_same_answers(requests, alone, way, overlap):
 def test_the_comparison_can_fail(requests, alone):
     """The reference tells apart what differs, and excuses a tie only."""
     greedy = next(r for r in requests if r.params.temperature == 0 and len(alone[r.handle].token_ids) > 3)
-    wrong = {**alone, greedy.handle: Answer(token_ids=[*alone[greedy.handle].token_ids[:-1], 299])}
-    with pytest.raises(AssertionError, match=f"handle {greedy.handle}"):
-        check_equal(requests, alone, wrong)
+    drawn = next(r for r in requests if r.params.temperature > 0 and len(alone[r.handle].token_ids) > 3)
+    for request in (greedy, drawn):
+        wrong = {**alone, request.handle: Answer(token_ids=[*alone[request.handle].token_ids[:-1], 299])}
+        with pytest.raises(AssertionError, match=f"handle {request.handle}"):
+            check_equal(requests, alone, wrong)
 
 
 def test_greedy_answers_are_the_references(requests, alone):
