@@ -36,7 +36,7 @@ def give_up_kv(state: EngineState) -> None:
             state.preempt(request, save=False)
     for request in state.requests.values():
         state.forget_saved(request)
-        if request.num_targets < request.num_prompt - 1:
+        if request.num_targets < request.all_targets:
             # prompt log-probabilities are given out when all are there: then all of them are from the same weights
             request.num_targets = min(request.num_targets, 0)
     for pool in state.kv.pools:
