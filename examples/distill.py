@@ -155,11 +155,11 @@ def main(argv: Sequence[str] | None = None) -> Result:
     parser = Parser(prog="distill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", metavar="MODEL", help="with --student, of the same vocabulary, and --prompts")
     parser.add_argument("--student", metavar="MODEL", help="it is trained in float32")
-    for flag, what in (("prompts", "a text file, a prompt a line"), ("output", "directory for the student")):
-        parser.add_argument(f"--{flag}", type=Path, help=what)
+    for flag, what in (("--prompts", "a text file, a prompt a line"), ("--output", "directory for the student")):
+        parser.add_argument(flag, type=Path, help=what)
     parser.add_argument("--objective", choices=("reverse", "forward"), default="reverse")
-    for flag, default in (("steps", 100), ("teacher-steps", 100), ("batch", 64), ("length", 32), ("seed", 0)):
-        parser.add_argument(f"--{flag}", type=int, default=default, help="[%(default)s]")
+    for flag, default in (("--steps", 100), ("--teacher-steps", 100), ("--batch", 64), ("--length", 32), ("--seed", 0)):
+        parser.add_argument(flag, type=int, default=default, help="[%(default)s]")
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="[%(default)s]")
     args = parser.parse_args(argv)
     if len({args.teacher is None, args.student is None, args.prompts is None}) == 2:

@@ -13,7 +13,7 @@ from benchmarks.deterministic import repeat
 # few programs each; the second has a pool that is too small, and other chunks
 ENGINES = (
     {"max_num_seqs": 24, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 21},
-    {"max_num_seqs": 6, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 26},
+    {"max_num_seqs": 6, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 18},
 )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmjax.models.registry import spec_from_hf
+from lmjax.nn.env import ALONE
 from lmjax.parallel import split
 from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.parallel.rules import ALL, LOGITS, REPLICATED
@@ -156,7 +157,7 @@ def prompt_rows(logits, targets, span, k, share):
     """The forward program's loop over the tokens of prompts; a "hidden state" is the number of its column."""
     hidden = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
     parts = {"target_ids": targets, "header": jnp.pad(span, (3, 0)), "entropy": jnp.ones(1, jnp.int32)}
-    return prompt_logprobs(lambda columns: logits[:, columns[0]], hidden, parts, k, share)
+    return prompt_logprobs(lambda columns: logits[:, columns[0]], hidden, parts, k, share, ALONE)
 
 
 def check_prompt_logprobs(vocab, tp, k):
