@@ -8,6 +8,7 @@ from flax import struct
 
 from lmjax.models import decoder
 from lmjax.models.spec import DecoderSpec
+from lmjax.nn.batch import Batch
 from lmjax.nn.env import ALONE, Env
 from pallas_kernels.platform import device_target
 
@@ -58,3 +59,28 @@ def check_tokens(tokens: jax.Array) -> jax.Array:
             f"tokens: got {tokens.dtype}{list(tokens.shape)}, must be integers [B, n] with B and n of at least 1"
         )
     return tokens.astype(jnp.int32)
+
+
+def whole_rows(tokens: jax.Array, tables: jax.Array, groups: int, width: int, num: jax.Array) -> Batch:
+    """tokens int32 [B, n] as one batch of prompts from their first token on, one row after the other, and padding up
+    to ``width`` tokens. tables: int32 [B, P], for each of ``groups``; num: int32 [], B * n."""
+    rows, length = tokens.shape
+    row, ones = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, jnp.int32)
+    return Batch(
+        token_ids=padded(tokens.reshape(-1), width),
+        positions=padded(jnp.tile(jnp.arange(length, dtype=jnp.int32), rows), width),
+        token_rows=padded(jnp.repeat(row, length), width),
+        block_tables=jnp.broadcast_to(tables, (groups, *tables.shape)),
+        query_starts=row * length,
+        query_lens=ones * length,
+        context_lens=ones * length,
+        logit_tokens=row * length + (length - 1),
+        num_decode=jnp.int32(0),
+        num_rows=jnp.int32(rows),
+        num_tokens=num,
+    )
+
+
+def padded(x: jax.Array, width: int) -> jax.Array:
+    """[n] -> [width], zeros behind."""
+    return jnp.pad(x, (0, width - x.shape[0]))

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmjax.functional.cache import make_cache
+from lmjax.functional.cache import make_cache, padded, whole_rows
 from lmjax.models import decoder
 from lmjax.models.params import DecoderParams
 from lmjax.models.spec import DecoderSpec
-from lmjax.nn.batch import Batch
 from lmjax.nn.env import Env
 from lmjax.nn.tiles import columns_of, least_width, over_tiles, put_columns
 from lmjax.runtime.forward import logprobs_alone
@@ -48,10 +47,9 @@ def _in_tiles(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: 
     width = max(-(-total // tile) * tile, least_width(env.target))
     num = total + jnp.minimum(tokens.min(), 0)  # a number that XLA does not know
     cache = make_cache(spec, rows, length, params.norm.dtype.name)
-    hidden, _ = decoder.forward(
-        params, spec, cache.pools, _batch(tokens, cache.tables, num, width, len(cache.pools)), env
-    )
-    targets = _padded(jnp.roll(tokens, -1, axis=1).reshape(-1), width)
+    batch = whole_rows(tokens, cache.tables, len(cache.pools), width, num)
+    hidden, _ = decoder.forward(params, spec, cache.pools, batch, env)
+    targets = padded(jnp.roll(tokens, -1, axis=1).reshape(-1), width)
 
     def block(first: jax.Array, out: jax.Array) -> jax.Array:
         logits = decoder.logits(params, spec, columns_of(hidden, first, tile), env)
@@ -60,26 +58,3 @@ def _in_tiles(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: 
 
     found = over_tiles(tile, width, num, block, jnp.zeros(width, jnp.float32))
     return found[:total].reshape(rows, length)[:, :-1]
-
-
-def _batch(tokens: jax.Array, tables: jax.Array, num: jax.Array, width: int, groups: int) -> Batch:
-    """Whole rows, one after the other, and padding up to ``width`` tokens."""
-    rows, length = tokens.shape
-    row, ones = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, jnp.int32)
-    return Batch(
-        token_ids=_padded(tokens.reshape(-1), width),
-        positions=_padded(jnp.tile(jnp.arange(length, dtype=jnp.int32), rows), width),
-        token_rows=_padded(jnp.repeat(row, length), width),
-        block_tables=jnp.broadcast_to(tables, (groups, *tables.shape)),
-        query_starts=row * length,
-        query_lens=ones * length,
-        context_lens=ones * length,
-        logit_tokens=row * length + (length - 1),
-        num_decode=jnp.int32(0),
-        num_rows=jnp.int32(rows),
-        num_tokens=num,
-    )
-
-
-def _padded(x: jax.Array, width: int) -> jax.Array:
-    return jnp.pad(x, (0, width - x.shape[0]))

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lmjax.functional.cache import BLOCK_SIZE, check_tokens, env_or_default, own_blocks
+from lmjax.functional.cache import BLOCK_SIZE, check_tokens, env_or_default, own_blocks, whole_rows
 from lmjax.functional.dense import FORMS
 from lmjax.functional.exact import exact
 from lmjax.models import decoder
 from lmjax.models.params import DecoderParams
 from lmjax.models.spec import DecoderSpec
-from lmjax.nn.batch import Batch
 from lmjax.nn.env import Env
 from lmjax.nn.norm import rms_norm
 from lmjax.sampling.logprobs import entropies, target_logprobs
@@ -89,7 +88,8 @@ def _hidden(
     env = replace(env, forms=FORMS)
     groups = 1 + max(layer.attention.group for layer in spec.layers)
     pools = (jnp.zeros((0, 2, 0, 0, BLOCK_SIZE, 0)),) * groups  # attention makes its own; this tells the block size
-    batch = _batch(tokens, groups)
+    rows, total = tokens.shape[0], tokens.size
+    batch = whole_rows(tokens, own_blocks(rows, -(-tokens.shape[1] // BLOCK_SIZE)), groups, total, jnp.int32(total))
     targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
     if not remat:
         return decoder.forward(params, spec, pools, batch, env)[0], targets, env
@@ -100,26 +100,6 @@ def _hidden(
             weights, x
         )
     return rms_norm(x, params.norm, spec.norm_eps), targets, env
-
-
-def _batch(tokens: jax.Array, groups: int) -> Batch:
-    """Whole rows, one after the other; what lies behind a row's length is computed too, and seen by nothing before."""
-    rows, width = tokens.shape
-    row, ones = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, jnp.int32)
-    tables = own_blocks(rows, -(-width // BLOCK_SIZE))
-    return Batch(
-        token_ids=tokens.reshape(-1),
-        positions=jnp.tile(jnp.arange(width, dtype=jnp.int32), rows),
-        token_rows=jnp.repeat(row, width),
-        block_tables=jnp.broadcast_to(tables, (groups, *tables.shape)),
-        query_starts=row * width,
-        query_lens=ones * width,
-        context_lens=ones * width,
-        logit_tokens=row * width + (width - 1),
-        num_decode=jnp.int32(0),
-        num_rows=jnp.int32(rows),
-        num_tokens=jnp.int32(rows * width),
-    )
 
 
 def _by_columns(
