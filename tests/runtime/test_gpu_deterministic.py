@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import jax
 import pytest
 
 from lmjax.nn.tiles import GPU_TILE
@@ -17,7 +18,13 @@ from lmjax.runtime.programs import forward_program
 from tests import deviceless
 from tests.gpu_programs import CONFIGS, Case, make_shapes
 
-pytestmark = deviceless.skip
+pytestmark = [
+    deviceless.skip,
+    pytest.mark.skipif(
+        jax.__version_info__ >= (0, 12),
+        reason="without timings XLA of jax 0.12 finds no way to compute a product for a card that is not there",
+    ),
+]
 
 
 def products(text: str) -> Counter[str]:
