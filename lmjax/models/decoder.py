@@ -32,7 +32,7 @@ from lmjax.nn.mlp import gated_mlp
 from lmjax.nn.moe import moe_mlp, shared_expert
 from lmjax.nn.norm import rms_norm
 from lmjax.nn.rope import rope_tables
-from lmjax.nn.tiles import batch_of_tile, over_tiles, put_columns
+from lmjax.nn.tiles import batch_of_tile, columns_of, over_tiles, put_columns
 from lmjax.types import KVSpec
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
@@ -92,7 +92,9 @@ def _forward(params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batc
 def _forward_in_tiles(
     params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch, env: Env, tile: int
 ) -> tuple[jax.Array, Pools]:
-    """The whole model for some tokens, then for the next: those before have written their keys and values."""
+    """Some tokens, then the next: those before have written their keys and values."""
+    if env.target.platform == "cpu":
+        return _layer_by_layer(params, spec, pools, batch, env, tile)
     width = batch.token_ids.shape[0]
 
     def body(first: jax.Array, state: tuple[jax.Array, Pools]) -> tuple[jax.Array, Pools]:
@@ -102,6 +104,50 @@ def _forward_in_tiles(
 
     hidden = jnp.zeros((spec.hidden, width), params.norm.dtype)
     return over_tiles(tile, width, batch.num_tokens, body, (hidden, pools))
+
+
+def _layer_by_layer(
+    params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch, env: Env, tile: int
+) -> tuple[jax.Array, Pools]:
+    """All tiles through a layer, then through the next, while a CPU has the layer's weights in its cache: a prefill
+    takes 0.7 of the time. Not on a card, whose host would wait for the number of turns in every layer."""
+    width = batch.token_ids.shape[0]
+    tiles = partial(over_tiles, tile, width, batch.num_tokens)
+    angles = jnp.zeros((spec.rope.dim // 2, width), jnp.float32)
+    x = jnp.zeros((spec.hidden, width), params.norm.dtype)
+    state = list(pools)
+
+    def start(first: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        own = batch_of_tile(batch, first, tile)
+        new = (embed(params, own.token_ids, env), *_rope(spec, own))
+        return tuple(put_columns(all_, columns, first) for all_, columns in zip(found, new, strict=True))
+
+    x, *rope = tiles(start, (x, angles, angles))
+
+    def through(i: int, first: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, pool = found
+        own, (cos, sin) = batch_of_tile(batch, first, tile), (columns_of(table, first, tile) for table in rope)
+        step = Step(own, (cos, sin), _write_targets(own, pool.shape[4]))
+        y, pool = _layer(
+            params.layers[i],
+            columns_of(x, first, tile),
+            pool,
+            step,
+            _layer_ids(spec, own)[i],
+            kind=spec.layers[i].kind,
+            eps=spec.norm_eps,
+            env=env,
+        )
+        return put_columns(x, y, first), pool
+
+    for i, layer in enumerate(spec.layers):
+        group = layer.attention.group
+        x, state[group] = tiles(partial(through, i), (x, state[group]))
+
+    def end(first: jax.Array, x: jax.Array) -> jax.Array:
+        return put_columns(x, rms_norm(columns_of(x, first, tile), params.norm, spec.norm_eps), first)
+
+    return tiles(end, x), tuple(state)
 
 
 def run_layers(

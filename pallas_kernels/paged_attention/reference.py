@@ -19,10 +19,10 @@ from pallas_kernels.platform import CPU, Target
 TILES = (256, 64)
 TILE_BLOCKS = 16  # KV blocks a tile takes in at once
 WHOLE_CHUNK = 2  # times as many where nothing is masked
-# Where bits must not depend on the batch the number is fixed. More are no faster (a row then waits for the longest
-# context among them), and a single request pays for all.
-ROWS_AT_ONCE = 2
 GATHER = 128  # decode rows x blocks in one gather: larger spills the cache, smaller loses to loop overhead
+# Where bits must not depend on the batch both are fixed. Fewer rows lose to loop overhead, more blocks to what short
+# contexts and unused rows gather for nothing.
+EXACT_ROWS, EXACT_BLOCKS = 16, 2
 
 
 class _Logits(NamedTuple):
@@ -125,10 +125,12 @@ def _decode(
     positions: jax.Array,
     window: int | None,
     logits: _Logits,
+    count: int | None = None,
 ) -> jax.Array:
-    """q [X, K, G, H] scaled; tables int32 [X, P]; positions int32 [X], -1: nothing to do. Returns [X, K, G, H]."""
+    """q [X, K, G, H] scaled; tables int32 [X, P]; positions int32 [X], -1: nothing to do. Returns [X, K, G, H].
+    ``count``: KV blocks taken in at once, None: by the number of rows."""
     rows, block = q.shape[0], pool.shape[4]
-    count = max(1, min(8, GATHER // rows))
+    count = count or max(1, min(8, GATHER // rows))
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
 
     def body(j: jax.Array, state: _Softmax) -> _Softmax:
@@ -157,16 +159,15 @@ def _few_at_a_time(
 ) -> jax.Array:
     """``_decode`` of a fixed number of tokens in a loop: one code whatever T, bounded by their contexts. A chunk
     of keys begins at a fixed position, and one that a token does not see leaves its sums as they are."""
-    size = min(ROWS_AT_ONCE, q.shape[0])
+    size = min(EXACT_ROWS, q.shape[0])
     assert q.shape[0] % size == 0, q.shape
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
         first = i * jnp.int32(size)
         own, own_tables, at = (lax.dynamic_slice_in_dim(x, first, size) for x in (q, tables, positions))
         at = jnp.where(first + jnp.arange(size, dtype=jnp.int32) < num_tokens, at, -1)
-        return lax.dynamic_update_slice_in_dim(
-            out, _decode(own, pool, layer, own_tables, at, window, logits), first, axis=0
-        )
+        found = _decode(own, pool, layer, own_tables, at, window, logits, EXACT_BLOCKS)
+        return lax.dynamic_update_slice_in_dim(out, found, first, axis=0)
 
     turns = (num_tokens + jnp.int32(size - 1)) // jnp.int32(size)
     return lax.fori_loop(jnp.zeros_like(turns), turns, body, jnp.zeros_like(q))
