@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,17 +117,18 @@ def _layer_by_layer(
     x = jnp.zeros((spec.hidden, width), params.norm.dtype)
     state = list(pools)
 
-    def start(first: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def start(first: jax.Array, found: Any) -> Any:
         own = batch_of_tile(batch, first, tile)
-        new = (embed(params, own.token_ids, env), *_rope(spec, own))
-        return tuple(put_columns(all_, columns, first) for all_, columns in zip(found, new, strict=True))
+        new = (embed(params, own.token_ids, env), _rope(spec, own))
+        return jax.tree.map(lambda whole, columns: put_columns(whole, columns, first), found, new)
 
-    x, *rope = tiles(start, (x, angles, angles))
+    x, rope = tiles(start, (x, (angles, angles)))
 
     def through(i: int, first: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, pool = found
-        own, (cos, sin) = batch_of_tile(batch, first, tile), (columns_of(table, first, tile) for table in rope)
-        step = Step(own, (cos, sin), _write_targets(own, pool.shape[4]))
+        own = batch_of_tile(batch, first, tile)
+        own_rope = jax.tree.map(lambda table: columns_of(table, first, tile), rope)
+        step = Step(own, own_rope, _write_targets(own, pool.shape[4]))
         y, pool = _layer(
             params.layers[i],
             columns_of(x, first, tile),
