@@ -80,7 +80,7 @@ class LiveControls:
         device, which the log tells with the time it took. ``version``: of the new weights, given with each of their
         tokens (``CompletionOutput.weight_versions``); None: the number after the present one. ``kv_cache``: "keep" what
         running requests have computed with the old weights (new requests never find it), or "recompute" it.
-        Raises ``ValueError`` (``WeightError`` names the leaf, ``ParameterError`` the argument); then nothing has changed.
+        Raises ``ValueError``, with the name of the leaf or the argument; then nothing has changed.
         """
         params = self._adapted(params)
         return self._between_steps(lambda: self._engine.live.set_params(params, version, kv_cache))
