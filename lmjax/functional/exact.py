@@ -46,7 +46,7 @@ def _in_tiles(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: 
     total, tile = rows * length, env.tile
     width = max(-(-total // tile) * tile, least_width(env.target))
     num = total + jnp.minimum(tokens.min(), 0)  # a number that XLA does not know
-    cache = make_cache(spec, rows, length, params.norm.dtype.name)
+    cache = make_cache(spec, rows, length, params.embed.dtype.name)
     batch = whole_rows(tokens, cache.tables, len(cache.pools), width, num)
     hidden, _ = decoder.forward(params, spec, cache.pools, batch, env)
     targets = padded(jnp.roll(tokens, -1, axis=1).reshape(-1), width)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lmjax.models import names as naming
+from lmjax.models.layout import stored_tensor
 from lmjax.models.params import named_leaves, param_specs
 from lmjax.models.registry import spec_from_hf
 from lmjax.parallel import split
@@ -44,7 +45,7 @@ def test_shares_are_cuts_of_the_whole(case):
     wide = split.spread(spec, split.Degree(tp, 1, expert_parallel))
     rng = np.random.default_rng(0)
     params = {n: rng.normal(size=p.shape).astype(np.float32) for n, p in named_leaves(param_specs(spec)).items()}
-    tensors = {part.name: part.extract(params[n]) for n, parts in named(spec).items() for part in parts}
+    tensors = {key: stored_tensor(parts, params[n]) for key, (n, parts) in naming.by_tensor(named(spec)).items()}
     cuts = named_leaves(partition_specs(wide, expert_parallel))
     shapes = {n: p.shape for n, p in named_leaves(param_specs(wide)).items()}
     num_cut = 0
