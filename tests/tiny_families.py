@@ -18,6 +18,7 @@ _COMMON = {
     "hidden_size": 48,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": 0,
     "torch_dtype": "float32",
 }
 _LLAMA = _COMMON | {
@@ -39,7 +40,7 @@ _LONGROPE = {
     "original_max_position_embeddings": 32,
     "partial_rotary_factor": 0.7,
 }
-_TOKENS = {k: v for k, v in _COMMON.items() if k in ("vocab_size", "bos_token_id", "eos_token_id", "torch_dtype")}
+_TOKENS = {k: v for k, v in _COMMON.items() if k in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")}
 _GPT = _TOKENS | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _FALCON = _COMMON | {"hidden_size": 64, "tie_word_embeddings": True, "rope_theta": 1000.0}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 16}
@@ -78,7 +79,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
     "smollm3": (
         "smollm3",
         "SmolLM3ForCausalLM",
-        _LLAMA | _FOUR | {"no_rope_layer_interval": 3, "use_sliding_window": True, "pad_token_id": 0},
+        _LLAMA | _FOUR | {"no_rope_layer_interval": 3, "use_sliding_window": True},
         (37,),
     ),
     "granite": (
@@ -102,13 +103,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
     "gpt_neox": (
         "gpt_neox",
         "GPTNeoXForCausalLM",
-        _LLAMA | {"hidden_size": 64, "rotary_pct": 0.5, "rotary_emb_base": 1000, "rope_theta": None},
+        _LLAMA | {"num_key_value_heads": None, "hidden_size": 64, "rotary_pct": 0.5, "rotary_emb_base": 1000, "rope_theta": None},
         (37, 5),
     ),
     "gpt_neox_sequential": (
         "gpt_neox",
         "GPTNeoXForCausalLM",
-        _LLAMA | {"hidden_size": 64, "use_parallel_residual": False, "attention_bias": False},
+        _LLAMA | {"num_key_value_heads": None, "hidden_size": 64, "use_parallel_residual": False, "attention_bias": False, "rope_theta": None},
         (37,),
     ),
     "falcon": ("falcon", "FalconForCausalLM", _FALCON | {"multi_query": True}, (37, 5)),
@@ -144,7 +145,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
         "MptForCausalLM",
         _TOKENS
         | {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}
-        | {"attn_config": {"clip_qkv": 1.2, "alibi": True, "alibi_bias_max": 4}},
+        | {"attn_config": {"clip_qkv": 1.2, "alibi": True}},
         (37,),
     ),
     "gpt_oss": (

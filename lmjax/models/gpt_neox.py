@@ -26,8 +26,9 @@ LAYOUT = Layout(
 
 
 def spec_from_hf(config: HfConfig, max_model_len: int | None) -> DecoderSpec:
-    aliases = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    config = config.with_defaults(aliases=aliases)
+    # as in transformers: a rope_theta beside them means nothing
+    base, share = config.number("rotary_emb_base", 10000.0), config.number("rotary_pct", 0.25)
+    config = HfConfig(config.values | {"rope_theta": base, "partial_rotary_factor": share})
     bias = config.boolean("attention_bias", True)
     return uniform_decoder(
         config,
