@@ -40,7 +40,11 @@ _LONGROPE = {
     "original_max_position_embeddings": 32,
     "partial_rotary_factor": 0.7,
 }
-_TOKENS = {k: v for k, v in _COMMON.items() if k in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")}
+_TOKENS = {
+    k: v
+    for k, v in _COMMON.items()
+    if k in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
+}
 _GPT = _TOKENS | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _FALCON = _COMMON | {"hidden_size": 64, "tie_word_embeddings": True, "rope_theta": 1000.0}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 16}
@@ -94,8 +98,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
     "stablelm_parallel": (
         "stablelm",
         "StableLmForCausalLM",
-        _LLAMA
-        | {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.5, "hidden_size": 64},
+        _LLAMA | {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.5, "hidden_size": 64},
         (37,),
     ),
     "starcoder2": ("starcoder2", "Starcoder2ForCausalLM", _LLAMA | {"sliding_window": 9, "norm_epsilon": 1e-4}, (41,)),
@@ -103,13 +106,27 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
     "gpt_neox": (
         "gpt_neox",
         "GPTNeoXForCausalLM",
-        _LLAMA | {"num_key_value_heads": None, "hidden_size": 64, "rotary_pct": 0.5, "rotary_emb_base": 1000, "rope_theta": None},
+        _LLAMA
+        | {
+            "num_key_value_heads": None,
+            "hidden_size": 64,
+            "rotary_pct": 0.5,
+            "rotary_emb_base": 1000,
+            "rope_theta": None,
+        },
         (37, 5),
     ),
     "gpt_neox_sequential": (
         "gpt_neox",
         "GPTNeoXForCausalLM",
-        _LLAMA | {"num_key_value_heads": None, "hidden_size": 64, "use_parallel_residual": False, "attention_bias": False, "rope_theta": None},
+        _LLAMA
+        | {
+            "num_key_value_heads": None,
+            "hidden_size": 64,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "rope_theta": None,
+        },
         (37,),
     ),
     "falcon": ("falcon", "FalconForCausalLM", _FALCON | {"multi_query": True}, (37, 5)),
