@@ -73,7 +73,7 @@ def make_tiny() -> None:
 
 
 def make_families(names: list[str]) -> None:
-    """Logits at some positions of every case of tests/tiny_families.py, or of those named -> tests/goldens/families.npz."""
+    """Logits at some positions of every case of tests/tiny_families.py (or of some) -> tests/goldens/families.npz."""
     from tests import tiny, tiny_families
 
     path = GOLDENS / "families.npz"

@@ -43,9 +43,9 @@ def uniform_decoder(
     """A decoder whose layers differ at most in their window, their rope and their MLP.
 
     ``head_dim``: the family's fixed default, if it has one; ``windows``: one a layer, None = full attention everywhere;
-    ``mlp``: None = gated; ``experts``: one a layer, None = dense; ``norm``: None = RMSNorm; ``ropes``: None = one for all,
-    from the config; ``partial``: see ``rope_from_hf``. Further fields of ``AttentionSpec``, ``LayerSpec`` and
-    ``DecoderSpec`` as they are there.
+    ``mlp``: None = gated; ``experts``: one a layer, None = dense; ``norm``: None = RMSNorm; ``ropes``: None = one for
+    all, from the config; ``partial``: see ``rope_from_hf``. ``attention``, ``layer`` and the rest: further fields of
+    ``AttentionSpec``, ``LayerSpec`` and ``DecoderSpec``.
     """
     hidden, heads, kv_heads, head_dim = head_sizes(config, head_dim, default_kv_heads)
     num_layers = config.integer("num_hidden_layers")

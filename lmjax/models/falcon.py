@@ -1,4 +1,4 @@
-"""Falcon: attention and MLP in parallel, one KV head (7B) or few (40B, 11B); Falcon-RW has ALiBi and one after the other."""
+"""Falcon: attention and MLP in parallel, one KV head (7B) or few (40B, 11B). Falcon-RW has ALiBi and both in turn."""
 
 from __future__ import annotations
 

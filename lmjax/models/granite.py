@@ -1,4 +1,4 @@
-"""Granite 3: Llama with multipliers of the embedding, of what is added to the residual, of attention and of the logits."""
+"""Granite 3: Llama with multipliers of the embedding, of what is added to the residual, and of logits, both kinds."""
 
 from __future__ import annotations
 

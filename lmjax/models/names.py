@@ -22,9 +22,11 @@ Parts = tuple[TensorPart, ...]
 Names = dict[str, Parts]  # parameter (dotted path, see params.named_leaves) -> its tensors
 
 _LLAMA = "model.layers.{i}."
-# parameter's part -> name in the checkpoint, as most families have it. What a family has otherwise is in its ``LAYOUT``.
-# "qkv" in place of q, k and v: one matrix, all of q, all of k, all of v; "qkv_by_head": of each KV head its queries, its
-# key, its value. "gate_up": gate, then up. "head_norms": q_norm and k_norm with a tensor a head, {h}.
+# parameter's part -> name in the checkpoint, as most families have it; what a family has otherwise is in its
+# ``LAYOUT``. There are also: "qkv" in place of q, k and v, one matrix: all of q, all of k, all of v; or "qkv_by_head":
+# of each KV head its queries, its key, its value; "gate_up" in place of gate and up; "experts_gate_up" and
+# "experts_down", of all experts; "positions", "embed_norm", "attn.post_norm", "mlp.post_norm". {h} in a QK-norm: a
+# tensor a head.
 _HF = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",

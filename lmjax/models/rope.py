@@ -47,8 +47,8 @@ def rope_from_hf(
 ) -> tuple[RopeSpec, int]:
     """(rope, longest sequence to serve) from ``rope_parameters`` (new) or ``rope_theta`` + ``rope_scaling`` (old).
 
-    ``max_model_len`` None: the model's ``max_position_embeddings``. partial: the default of ``partial_rotary_factor`` in
-    families that have it, in others all features of a head rotate. ValueError names a field that is unknown, missing
+    ``max_model_len`` None: the model's ``max_position_embeddings``. partial: the default of ``partial_rotary_factor``
+    in families that have it, in others all features of a head rotate. ValueError names a field that is unknown, missing
     or out of range.
     """
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"

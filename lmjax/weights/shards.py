@@ -15,8 +15,8 @@ from lmjax.weights.safetensors import Range
 class Piece:
     """``share[index]`` holds the ``rows`` (of axis 0) and ``columns`` (of the last axis) of a tensor; None: all.
 
-    ``heads``: of the rows, where the checkpoint stores them interleaved, and ``rotary`` (see ``TensorPart``). Of a tensor
-    with a view all is read, and cut then: the part as ``whole``, of which ``cut`` of an axis.
+    ``heads``: of the rows, where the checkpoint stores them interleaved, and ``rotary`` (see ``TensorPart``). Of a
+    tensor with a view all is read, and cut then: the part as ``whole``, of which ``cut`` of an axis.
     """
 
     name: str
