@@ -86,6 +86,11 @@ def make_families(names: list[str]) -> None:
                 with torch.no_grad():
                     out = model(torch.tensor(ids, dtype=torch.long)[None], use_cache=False).logits[0]
                 arrays[f"{name}/{i}"] = out[torch.tensor(at, dtype=torch.long)].float().numpy()
+                if count := tiny.CASES[name].greedy:
+                    with torch.no_grad():
+                        tokens, _, gaps = greedy(model, ids.tolist(), count)
+                    arrays[f"{name}/greedy/{i}"] = np.array(tokens, np.int32)
+                    arrays[f"{name}/gap/{i}"] = np.array(min(gaps), np.float32)
         print(f"{name}: logits' deviation {float(arrays[f'{name}/0'].std()):.2f}")
     np.savez_compressed(path, **arrays)
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")

@@ -154,7 +154,7 @@ CASES: dict[str, Case] = {
 
 
 CASES |= {
-    name: Case(tiny_families.config(name), lengths, stored=6)
+    name: Case(tiny_families.config(name), lengths, stored=6, greedy=20 if name in tiny_families.GREEDY else 0)
     for name, (_, _, _, lengths) in tiny_families.FAMILIES.items()
 }
 
