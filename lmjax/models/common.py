@@ -219,7 +219,7 @@ def qwen_experts(config: HfConfig, count: str, shared_ffn: int | None = None) ->
     return [None if i in dense or (i + 1) % step else moe for i in range(num_layers)]
 
 
-def router_sizes(config: HfConfig, field: str) -> dict[str, int]:
+def router_sizes(config: HfConfig, field: str) -> dict[str, Any]:
     """``experts`` and ``top_k`` of a MoeSpec; ``field``: the config's name for the number of experts."""
     experts, top_k = config.integer(field), config.integer("num_experts_per_tok")
     if top_k > experts:

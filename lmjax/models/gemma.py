@@ -12,7 +12,6 @@ ARCHITECTURE = "GemmaForCausalLM"
 def spec_from_hf(config: HfConfig, max_model_len: int | None) -> DecoderSpec:
     if "sliding_attention" in (layer_types(config) or []):
         raise config.error("layer_types", "sliding_attention", "full_attention for gemma")
-    config.refuse(use_bidirectional_attention=False)
     # the first configs say gelu and mean its tanh form, as transformers reads them
     activation = config.choice("hidden_act", "gelu_pytorch_tanh", ACTIVATIONS | {"gelu": "gelu_tanh"})
     return gemma_decoder(config, max_model_len, MlpSpec(ffn=config.integer("intermediate_size"), activation=activation))

@@ -21,7 +21,6 @@ LAYOUT = Layout(
 
 
 def spec_from_hf(config: HfConfig, max_model_len: int | None) -> DecoderSpec:
-    config.refuse(use_bidirectional_attention=False)
     windows = windows_of(config, alternating_types(config, 2), 4096)
     return four_norms(config, max_model_len, (50.0, 30.0), windows=windows)
 

@@ -14,7 +14,6 @@ APPLIES = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def spec_from_hf(config: HfConfig, max_model_len: int | None) -> DecoderSpec:
-    config.refuse(use_bidirectional_attention=False)
     # read by transformers and not used: a cap would make another model of it
     config.refuse(attn_logit_softcapping=None)
     kinds = alternating_types(config, config.integer("sliding_window_pattern", 6))

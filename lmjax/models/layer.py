@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_token
     assert isinstance(m, MoeSpec)
     e, down = p.experts, p.experts.down
     if not env.spread_experts:  # each device has a share of every sum
-        down = down.replace(bias=env.once(down.bias))
+        down = replace(down, bias=env.once(down.bias))
     experts = env.forms.moe if env.forms else moe_mlp
     y = experts(
         p.router,

@@ -111,7 +111,7 @@ class TensorPart:
         return replace(self, name=self.name + suffix, shape=self.shape + tail)
 
 
-def stored_tensor(parts: list[TensorPart], parameter: np.ndarray) -> np.ndarray:
+def stored_tensor(parts: tuple[TensorPart, ...], parameter: np.ndarray) -> np.ndarray:
     """A tensor of the checkpoint back from the parameter; ``parts``: all that are of that tensor."""
     first = parts[0]
     if first.view == AS_IT_IS:

@@ -185,8 +185,8 @@ def _head_norms(a: AttentionSpec, layout: Layout, rotary: int) -> Iterator[tuple
         return
     for norm, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
         name, group, dim = layout.names[norm], heads // a.kv_heads, a.head_dim
-        turned = {"interleaved_heads": heads, "rotary": rotary} if layout.interleaved else {}
-        parts = (TensorPart(f"{name}.weight", (dim,)),)
+        turned: dict[str, Any] = {"interleaved_heads": heads, "rotary": rotary} if layout.interleaved else {}
+        parts: Parts = (TensorPart(f"{name}.weight", (dim,)),)
         if a.qk_norm_over == "all":
             parts = (TensorPart(f"{name}.weight", (heads * dim,), **turned),)
         elif a.qk_norm_over == "own" and "{h}" not in name:
@@ -257,14 +257,13 @@ def _qkv(a: AttentionSpec, layout: Layout, rotary: int) -> Parts:
         name = names.get("qkv") or names["qkv_by_head"]
         views = [View(layout.transposed, shape, take) for take in takes]
         return tuple(TensorPart(name, (rows * dim,), i, view=v) for i, v in zip(places, views, strict=True))
-    turned = {"rotary": rotary} if layout.interleaved else {}
     return tuple(
         TensorPart(
             names[part],
             (heads * a.head_dim,),
             place,
             interleaved_heads=heads if layout.interleaved and part != "v" else 0,
-            **(turned if part != "v" else {}),
+            rotary=rotary if layout.interleaved and part != "v" else 0,
         )
         for part, heads, place in zip(("q", "k", "v"), sizes, places, strict=True)
     )

@@ -67,7 +67,8 @@ def to_hf(params: DecoderParams, spec: DecoderSpec) -> dict[str, Array]:
     that is neither.
     """
     wide = layout_of(params, spec)
-    leaves, out = named_leaves(params), {}
+    leaves = named_leaves(params)
+    out: dict[str, Array] = {}
     for parameter, (made, names) in making(spec, wide).items():
         for stage, tensors in enumerate(names):
             value = leaves[parameter][stage] if made.stacked else leaves[parameter]
