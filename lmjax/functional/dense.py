@@ -72,7 +72,9 @@ def dense_attention(
     qkv = qkv.astype(jnp.float32)
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     if heads.q_norm is not None and a.qk_norm is not None:
-        q, k = (rms_norm(x, w.astype(jnp.float32), a.qk_norm.eps) for x, w in ((q, heads.q_norm), (k, heads.k_norm)))
+        norm = a.qk_norm
+        weights = (w.astype(jnp.float32) for w in (heads.q_norm, heads.k_norm))
+        q, k = (rms_norm(x, w, norm.eps, norm.plus_one) for x, w in zip((q, k), weights, strict=True))
     if rope is not None:
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     q = q * jnp.float32(a.scale)

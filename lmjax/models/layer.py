@@ -128,10 +128,7 @@ def _heads(qkv: jax.Array, p: AttentionParams, a: AttentionSpec, env: Env) -> tu
     if norm is None:
         return qkv, Heads(sinks=p.sinks)
     if norm.kind == "rms" and a.qk_norm_over == "head":
-        q_norm, k_norm = p.q_norm, p.k_norm
-        if norm.plus_one:
-            q_norm, k_norm = (1.0 + w.astype(jnp.float32) for w in (q_norm, k_norm))
-        return qkv, Heads(q_norm, k_norm, p.sinks)
+        return qkv, Heads(p.q_norm, p.k_norm, p.sinks)
     together = a.qk_norm_over == "all"
     q = normed_heads(qkv[:, :-2], p.q_norm, norm, together, env)
     k = normed_heads(qkv[:, -2], p.k_norm, norm, together, env)
@@ -162,6 +159,7 @@ def paged(
         q_norm=heads.q_norm,
         k_norm=heads.k_norm,
         eps=0.0 if a.qk_norm is None else a.qk_norm.eps,
+        plus_one=a.qk_norm is not None and a.qk_norm.plus_one,
         target=env.target,
         backend="xla" if env.attention == "xla" else "auto",
     )

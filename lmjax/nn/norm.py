@@ -38,12 +38,7 @@ def normed(x: jax.Array, p: Any, spec: NormSpec) -> jax.Array:
     """The norm over axis -2: x [..., features, T] -> its shape and dtype."""
     if spec.kind == "layer":
         return _layer_norm(x, p.weight, p.bias, spec.eps)
-    if not spec.plus_one:
-        return rms_norm(x, p, spec.eps)
-    # as Gemma: the product is in float32, too, and rounded once
-    xf = x.astype(jnp.float32)
-    y = xf * lax.rsqrt(jnp.mean(xf * xf, axis=-2, keepdims=True) + jnp.float32(spec.eps))
-    return (y * (1.0 + _along(p, x.ndim))).astype(x.dtype)
+    return rms_norm(x, p, spec.eps, spec.plus_one)
 
 
 def normed_heads(x: jax.Array, weight: jax.Array, spec: NormSpec, together: bool, env: Env) -> jax.Array:
