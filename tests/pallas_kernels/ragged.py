@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-# compiler options: LLVM would take most of the time of a case, and what XLA:CPU does by MLIR another quarter (from
-# jax 0.11 on there is no choice)
-UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0}
+# compiler options: LLVM would take most of the time of a case, code in several modules a sixth, and what XLA:CPU does
+# by MLIR another quarter (from jax 0.11 on there is no choice)
+UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 if jax.__version_info__ < (0, 11):
     UNOPTIMISED["xla_cpu_use_fusion_emitters"] = False
 
