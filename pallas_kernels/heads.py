@@ -10,16 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False) -> jax.Array:
     """RMSNorm (Zhang and Sennrich, 2019) over axis -2: x [..., features, T], weight [features] -> x's shape and dtype.
 
-    In float32; as in Hugging Face's Llama the result is rounded to x's dtype before the weight is applied.
+    In float32; as in Hugging Face's Llama the result is rounded to x's dtype before the weight is applied. plus_one:
+    the factor is 1 + weight, and the product is rounded once, as in its Gemma.
     """
     xf = x.astype(jnp.float32)
     mean = jnp.mean(xf * xf, axis=-2, keepdims=True)
-    y = (xf * lax.rsqrt(mean + jnp.float32(eps))).astype(x.dtype)
-    shape = (1,) * (x.ndim - 2) + (weight.shape[0], 1)
-    return y * weight.reshape(shape).astype(x.dtype)
+    y = xf * lax.rsqrt(mean + jnp.float32(eps))
+    weight = weight.reshape((1,) * (x.ndim - 2) + (weight.shape[0], 1))
+    if plus_one:
+        return (y * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    return y.astype(x.dtype) * weight.astype(x.dtype)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

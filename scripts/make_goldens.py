@@ -1,6 +1,7 @@
 """Makes the goldens of the model tests with Hugging Face transformers (``pip install lmjax[oracle]``).
 
     python scripts/make_goldens.py tiny
+    python scripts/make_goldens.py families [NAME ...]
     python scripts/make_goldens.py smollm2 DIR     # DIR: the embedded model as a float32 Hugging Face directory
 
 Everything runs in float32 on one thread, one sequence at a time, so that no padding and no batching enters.
@@ -26,11 +27,15 @@ GOLDENS = ROOT / "tests" / "goldens"
 NUM_TOKENS = 64
 
 
-def load(path: Path) -> Any:
-    """The model in float32 with eager attention; fails if a tensor is missing, unexpected or of another shape."""
+# transformers 5.24 adds ALiBi twice in eager attention: to the mask, and to the logits
+NOT_EAGER = ("falcon_alibi",)
+
+
+def load(path: Path, attention: str = "eager") -> Any:
+    """The model in float32; fails if a tensor is missing, unexpected or of another shape."""
     config = AutoConfig.from_pretrained(path)
     model, info = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        path, config=config, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
     )
     problems = {key: value for key, value in info.items() if value}
     if problems:
@@ -41,10 +46,10 @@ def load(path: Path) -> Any:
 def make_tiny() -> None:
     """Rotary frequencies, logits at some positions, and greedy tokens of every case of tests/tiny.py that asks for them
     -> tests/goldens/tiny.npz."""
-    from tests import tiny
+    from tests import tiny, tiny_families
 
     arrays: dict[str, np.ndarray] = {}
-    for name in tiny.CASES:
+    for name in (name for name in tiny.CASES if name not in tiny_families.FAMILIES):
         with tempfile.TemporaryDirectory() as folder:
             path = tiny.write(name, folder)
             arrays[f"{name}/checksum"] = np.array(tiny.checksum(tiny.tensors(name)))
@@ -65,6 +70,30 @@ def make_tiny() -> None:
         print(f"{name}: logits' deviation {spread:.2f}")
     np.savez_compressed(GOLDENS / "tiny.npz", **arrays)
     print(f"{GOLDENS / 'tiny.npz'}: {(GOLDENS / 'tiny.npz').stat().st_size / 1e3:.0f} kB")
+
+
+def make_families(names: list[str]) -> None:
+    """Logits at some positions of every case of tests/tiny_families.py (or of some) -> tests/goldens/families.npz."""
+    from tests import tiny, tiny_families
+
+    path = GOLDENS / "families.npz"
+    arrays = dict(np.load(path)) if names and path.exists() else {}
+    for name in names or tiny_families.FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            model = load(tiny.write(name, folder), "sdpa" if name in NOT_EAGER else "eager")
+            arrays[f"{name}/checksum"] = np.array(tiny.checksum(tiny.tensors(name)))
+            for i, (ids, at) in enumerate(zip(tiny.prompts(name), tiny.stored_positions(name), strict=True)):
+                with torch.no_grad():
+                    out = model(torch.tensor(ids, dtype=torch.long)[None], use_cache=False).logits[0]
+                arrays[f"{name}/{i}"] = out[torch.tensor(at, dtype=torch.long)].float().numpy()
+                if count := tiny.CASES[name].greedy:
+                    with torch.no_grad():
+                        tokens, _, gaps = greedy(model, ids.tolist(), count)
+                    arrays[f"{name}/greedy/{i}"] = np.array(tokens, np.int32)
+                    arrays[f"{name}/gap/{i}"] = np.array(min(gaps), np.float32)
+        print(f"{name}: logits' deviation {float(arrays[f'{name}/0'].std()):.2f}")
+    np.savez_compressed(path, **arrays)
+    print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 
 def greedy(model: Any, ids: list[int], count: int) -> tuple[list[int], list[float], list[float]]:
@@ -113,17 +142,19 @@ def make_smollm2(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "smollm2"])
-    parser.add_argument("directory", nargs="?", type=Path, help="smollm2: the model's float32 directory")
+    parser.add_argument("what", choices=["tiny", "families", "smollm2"])
+    parser.add_argument("names", nargs="*", help="smollm2: the model's float32 directory; families: some of them")
     args = parser.parse_args()
     torch.set_num_threads(1)
     GOLDENS.mkdir(parents=True, exist_ok=True)
     if args.what == "tiny":
         make_tiny()
-    elif args.directory is None:
+    elif args.what == "families":
+        make_families(args.names)
+    elif len(args.names) != 1:
         parser.error("smollm2 needs the model's directory")
     else:
-        make_smollm2(args.directory)
+        make_smollm2(Path(args.names[0]))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests import tiny_families
+
 VOCAB = 96
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -151,6 +153,12 @@ CASES: dict[str, Case] = {
 }
 
 
+CASES |= {
+    name: Case(tiny_families.config(name), lengths, stored=6, greedy=20 if name in tiny_families.GREEDY else 0)
+    for name, (_, _, _, lengths) in tiny_families.FAMILIES.items()
+}
+
+
 def _rng(*words: str) -> np.random.Generator:
     return np.random.default_rng([b for word in words for b in hashlib.sha256(word.encode()).digest()[:8]])
 
@@ -172,6 +180,8 @@ def stored_positions(name: str) -> list[np.ndarray]:
 def tensors(name: str, config: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
     """Every tensor of the checkpoint, float32. Scales are such that attention, MLP and logits all vary."""
     config = config or CASES[name].config
+    if name in tiny_families.FAMILIES:
+        return tiny_families.tensors(config, _rng(name, "weights"))
     hidden, heads, kv_heads = (config[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     inner, family = config["intermediate_size"], config["model_type"]
     dim = config.get("head_dim") or hidden // heads

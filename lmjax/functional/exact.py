@@ -51,7 +51,7 @@ def _in_tiles(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: 
     total, tile = rows * length, env.tile
     width = tiled_width(total, env)
     num = total + unknown_zero(tokens)
-    cache = make_cache(spec, rows, length, params.norm.dtype.name)
+    cache = make_cache(spec, rows, length, params.embed.dtype.name)
     batch = whole_rows(tokens, cache.tables, len(cache.pools), width, num)
     hidden, _ = decoder.forward(params, spec, cache.pools, batch, env)
     targets = padded(jnp.roll(tokens, -1, axis=1).reshape(-1), width)

@@ -125,7 +125,7 @@ def generate(
     rule, keys = rule_of(temperature, top_k, top_p, min_p), row_seeds(key, rows)
     lengths = jnp.full(rows, width, jnp.int32) if lengths is None else row_values("lengths", lengths, rows, 1, width)
     stops = jnp.asarray(list(stop_ids), jnp.int32)
-    cache = make_cache(spec, rows, width + max_new_tokens - 1, params.norm.dtype.name, block_size=block_size)
+    cache = make_cache(spec, rows, width + max_new_tokens - 1, params.embed.dtype.name, block_size=block_size)
     share = Share(env.vocab_axis, spec.vocab)
 
     def choose(logits: jax.Array, positions: jax.Array) -> Sampled:

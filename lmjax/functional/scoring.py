@@ -24,7 +24,6 @@ from lmjax.models import decoder
 from lmjax.models.params import DecoderParams
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import Env
-from lmjax.nn.norm import rms_norm
 from lmjax.sampling.logprobs import entropies, target_logprobs
 from lmjax.sampling.share import Share
 
@@ -109,13 +108,13 @@ def _hidden(
     targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
     if not remat:
         return decoder.forward(params, spec, pools, batch, env)[0], targets, env
-    x = decoder.embed(params, batch.token_ids, env)
+    x = decoder.embed(params, spec, batch.token_ids, batch.positions, env)
     for layer, weights in zip(spec.layers, params.layers, strict=True):
         alone = replace(spec, layers=(layer,))
         x = jax.checkpoint(lambda w, x, alone=alone: decoder.run_layers((w,), alone, x, pools, batch, env)[0])(
             weights, x
         )
-    return rms_norm(x, params.norm, spec.norm_eps), targets, env
+    return decoder.final_norm(params, spec, x), targets, env
 
 
 def _by_columns(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 from lmjax.models.hf_config import HfConfig
-from lmjax.models.rope import rope_from_hf
-from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, group_layers
+from lmjax.models.rope import rope_from_hf, ropes_by_kind
+from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec, group_layers
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -29,10 +31,92 @@ def uniform_decoder(
     o_bias: bool = False,
     qk_norm: bool = False,
     mlp_bias: bool = False,
+    mlp: MlpSpec | None = None,
     experts: list[MoeSpec | None] | None = None,
+    norm: NormSpec | None = None,
+    ropes: Ropes | None = None,
+    partial: float | None = None,
+    attention: dict[str, Any] | None = None,
+    layer: dict[str, Any] | None = None,
+    **decoder: Any,
 ) -> DecoderSpec:
-    """A decoder whose layers differ at most in their window and their MLP. ``head_dim``: the family's fixed default, if
-    it has one; ``windows``: one a layer, None = full attention everywhere; ``experts``: one a layer, None = dense."""
+    """A decoder whose layers differ at most in their window, their rope and their MLP.
+
+    ``head_dim``: the family's fixed default, if it has one; ``windows``: one a layer, None = full attention everywhere;
+    ``mlp``: None = gated; ``experts``: one a layer, None = dense; ``norm``: None = RMSNorm; ``ropes``: None = one for
+    all, from the config; ``partial``: see ``rope_from_hf``. ``attention``, ``layer`` and the rest: further fields of
+    ``AttentionSpec``, ``LayerSpec`` and ``DecoderSpec``.
+    """
+    hidden, heads, kv_heads, head_dim = head_sizes(config, head_dim, default_kv_heads)
+    num_layers = config.integer("num_hidden_layers")
+    windows = windows or [None] * num_layers
+    places = group_layers([(window, kv_heads, head_dim) for window in windows])
+    if mlp is None:
+        ffn, activation = config.integer("intermediate_size"), config.choice("hidden_act", "silu", ACTIVATIONS)
+        mlp = MlpSpec(ffn=ffn, activation=activation, bias=mlp_bias)
+    norm = norm or NormSpec(eps=config.number("rms_norm_eps", 1e-6))
+    if ropes is None:
+        rope, max_len = rope_from_hf(config, head_dim, max_model_len, partial)
+        ropes = Ropes((rope,), [0] * num_layers, max_len)
+
+    def one(i: int) -> LayerSpec:
+        spec = AttentionSpec(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            group=places[i][0],
+            index=places[i][1],
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            window=windows[i],
+            rope=ropes.of_layers[i],
+            **{"qk_norm": norm if qk_norm else None} | (attention or {}),
+        )
+        return LayerSpec(attention=spec, mlp=(experts or {i: None})[i] or mlp, norm=norm, **layer or {})
+
+    fields: dict[str, Any] = {"tie_embeddings": config.boolean("tie_word_embeddings", False)} | decoder
+    return DecoderSpec(
+        model_type=config.get("model_type"),
+        hidden=hidden,
+        vocab=config.integer("vocab_size"),
+        layers=tuple(one(i) for i in range(num_layers)),
+        ropes=ropes.specs,
+        norm=norm,
+        max_len=ropes.max_len,
+        **fields,
+    )
+
+
+@dataclass(frozen=True)
+class Ropes:
+    """``of_layers``: each layer's index in ``specs``, None without rotary embedding."""
+
+    specs: tuple[RopeSpec, ...]
+    of_layers: list[int | None]
+    max_len: int
+
+
+def no_ropes(config: HfConfig, max_model_len: int | None, field: str) -> Ropes:
+    """Of a model without rotary embedding; ``field``: of the longest sequence."""
+    longest = config.integer(field)
+    if max_model_len is not None and max_model_len > longest:
+        raise ValueError(f"max_model_len: got {max_model_len}, must be at most {longest} ({config.named(field)})")
+    return Ropes((), [None] * config.integer("num_hidden_layers"), max_model_len or longest)
+
+
+def ropes_of_kinds(
+    config: HfConfig, kinds: list[str], head_dim: int, max_model_len: int | None, thetas: dict[str, float]
+) -> Ropes:
+    """A rope for each kind of layer that the model has; those that are equal are one."""
+    by_kind, max_len = ropes_by_kind(config, head_dim, max_model_len, thetas)
+    specs = tuple(dict.fromkeys(by_kind[kind] for kind in thetas if kind in kinds))
+    return Ropes(specs, [specs.index(by_kind[kind]) for kind in kinds], max_len)
+
+
+def head_sizes(
+    config: HfConfig, head_dim: int | None = None, default_kv_heads: int | None = None
+) -> tuple[int, int, int, int]:
+    """(hidden size, query heads, KV heads, features of a head)."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", default_kv_heads or heads)
     if heads % kv_heads:
@@ -42,42 +126,49 @@ def uniform_decoder(
         if hidden % heads:
             raise config.error("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}), or give head_dim")
         head_dim = hidden // heads
-    num_layers = config.integer("num_hidden_layers")
-    windows = windows or [None] * num_layers
-    places = group_layers([(window, kv_heads, head_dim) for window in windows])
-    ffn, activation = config.integer("intermediate_size"), config.choice("hidden_act", "silu", ACTIVATIONS)
-    dense = MlpSpec(ffn=ffn, activation=activation, bias=mlp_bias)
-    mlps = [moe or dense for moe in experts or [None] * num_layers]
-    rope, max_len = rope_from_hf(config, head_dim, max_model_len)
+    return hidden, heads, kv_heads, head_dim
 
-    def attention(window: int | None, place: tuple[int, int]) -> AttentionSpec:
-        return AttentionSpec(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            group=place[0],
-            index=place[1],
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            qk_norm=qk_norm,
-            window=window,
-        )
 
-    return DecoderSpec(
-        model_type=config.get("model_type"),
-        hidden=hidden,
-        vocab=config.integer("vocab_size"),
-        layers=tuple(
-            LayerSpec(attention=attention(w, p), mlp=m) for w, p, m in zip(windows, places, mlps, strict=True)
-        ),
-        rope=rope,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        tie_embeddings=config.boolean("tie_word_embeddings", False),
-        max_len=max_len,
-    )
+def plain_mlp(config: HfConfig, field: str, activation: str, bias: bool, act_field: str = "hidden_act") -> MlpSpec:
+    """An MLP without a gate, by default of four times the hidden size. activation: the family's default."""
+    ffn = config.integer(field, 4 * config.integer("hidden_size"))
+    return MlpSpec(ffn=ffn, activation=config.choice(act_field, activation, ACTIVATIONS), bias=bias, gated=False)
+
+
+def layer_norm(config: HfConfig, field: str, bias: bool = True) -> NormSpec:
+    return NormSpec(kind="layer", eps=config.number(field, 1e-5), bias=bias)
+
+
+def alibi_slopes(heads: int, bias_max: float = 8.0) -> tuple[float, ...]:
+    """Press et al. (2022), as in BLOOM and MPT: those of the next lower power of two, then every second one of the next
+    higher."""
+    most = 2 ** math.ceil(math.log2(heads))
+    slopes = [2.0 ** -(bias_max * i / most) for i in range(1, most + 1)]
+    return tuple(slopes if most == heads else (slopes[1::2] + slopes[::2])[:heads])
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def alternating_types(config: HfConfig, pattern: int) -> list[str]:
+    """``layer_types``, or without it every ``pattern``-th layer with full attention."""
+    num_layers = config.integer("num_hidden_layers")
+    return layer_types(config) or [LAYER_TYPES[(i + 1) % pattern != 0] for i in range(num_layers)]
+
+
+def windows_of(config: HfConfig, kinds: list[str], window: int) -> list[int | None]:
+    """Each layer's window; ``window``: the family's default of ``sliding_window``."""
+    size = config.integer("sliding_window", window)
+    return [size if kind == "sliding_attention" else None for kind in kinds]
+
+
+def one_window(config: HfConfig) -> list[int | None]:
+    """``sliding_window`` in all layers, or none."""
+    window = config.integer("sliding_window", None)
+    kind = "full_attention" if window is None else "sliding_attention"
+    if set(layer_types(config) or [kind]) != {kind}:
+        raise config.error("layer_types", config.get("layer_types"), f"{kind} in every layer, as sliding_window says")
+    return [window] * config.integer("num_hidden_layers")
 
 
 def layer_types(config: HfConfig) -> list[str] | None:
@@ -128,7 +219,7 @@ def qwen_experts(config: HfConfig, count: str, shared_ffn: int | None = None) ->
     return [None if i in dense or (i + 1) % step else moe for i in range(num_layers)]
 
 
-def router_sizes(config: HfConfig, field: str) -> dict[str, int]:
+def router_sizes(config: HfConfig, field: str) -> dict[str, Any]:
     """``experts`` and ``top_k`` of a MoeSpec; ``field``: the config's name for the number of experts."""
     experts, top_k = config.integer(field), config.integer("num_experts_per_tok")
     if top_k > experts:

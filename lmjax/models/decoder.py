@@ -8,36 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lmjax.models.params import (
-    AttentionParams,
-    DecoderParams,
-    LayerParams,
-    MlpParams,
-    MoeParams,
-    abstract_params,
-    init_params,
-)
+from lmjax.models.layer import Step, run_layer
+from lmjax.models.params import DecoderParams, LayerParams, abstract_params, init_params
 from lmjax.models.rope import inverse_frequencies
-from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
+from lmjax.models.spec import DecoderSpec, RopeSpec
 from lmjax.nn.batch import Batch
 from lmjax.nn.env import ALONE, Env
-from lmjax.nn.linear import linear, matmul, summed_linear
-from lmjax.nn.mlp import gated_mlp
-from lmjax.nn.moe import moe_mlp, shared_expert
-from lmjax.nn.norm import rms_norm
+from lmjax.nn.linear import matmul
+from lmjax.nn.norm import normed
 from lmjax.nn.rope import rope_tables
 from lmjax.nn.tiles import batch_of_tile, columns_of, over_tiles, put_columns
 from lmjax.types import KVSpec
-from pallas_kernels.kv_write import kv_write
-from pallas_kernels.paged_attention import paged_attention
 
-__all__ = ["abstract_params", "embed", "forward", "init_params", "kv_specs", "logits", "pool_shape", "run_layers"]
+__all__ = [
+    "abstract_params",
+    "embed",
+    "final_norm",
+    "forward",
+    "init_params",
+    "kv_specs",
+    "logits",
+    "pool_shape",
+    "run_layers",
+]
 
 Pools = tuple[jax.Array, ...]  # one a KV group, [layers, 2, blocks, K, B, H]
 
@@ -84,9 +83,9 @@ def forward(
 
 
 def _forward(params: DecoderParams, spec: DecoderSpec, pools: Pools, batch: Batch, env: Env) -> tuple[jax.Array, Pools]:
-    x = embed(params, batch.token_ids, env)
+    x = embed(params, spec, batch.token_ids, batch.positions, env)
     x, pools = run_layers(params.layers, spec, x, pools, batch, env)
-    return rms_norm(x, params.norm, spec.norm_eps), pools
+    return final_norm(params, spec, x), pools
 
 
 def _forward_in_tiles(
@@ -102,7 +101,7 @@ def _forward_in_tiles(
         own, pools = _forward(params, spec, pools, batch_of_tile(batch, first, tile), env)
         return put_columns(hidden, own, first), pools
 
-    hidden = jnp.zeros((spec.hidden, width), params.norm.dtype)
+    hidden = jnp.zeros((spec.hidden, width), params.embed.dtype)
     return over_tiles(tile, width, batch.num_tokens, body, (hidden, pools))
 
 
@@ -113,30 +112,29 @@ def _layer_by_layer(
     takes 0.7 of the time. Not on a card, whose host would wait for the number of turns in every layer."""
     width = batch.token_ids.shape[0]
     tiles = partial(over_tiles, tile, width, batch.num_tokens)
-    angles = jnp.zeros((spec.rope.dim // 2, width), jnp.float32)
-    x = jnp.zeros((spec.hidden, width), params.norm.dtype)
+    angles = tuple(jnp.zeros((rope.dim // 2, width), jnp.float32) for rope in spec.ropes)
+    x = jnp.zeros((spec.hidden, width), params.embed.dtype)
     state = list(pools)
 
     def start(first: jax.Array, found: Any) -> Any:
         own = batch_of_tile(batch, first, tile)
-        new = (embed(params, own.token_ids, env), _rope(spec, own))
+        new = (embed(params, spec, own.token_ids, own.positions, env), _ropes(spec, own))
         return jax.tree.map(lambda whole, columns: put_columns(whole, columns, first), found, new)
 
-    x, rope = tiles(start, (x, (angles, angles)))
+    x, ropes = tiles(start, (x, tuple((table, table) for table in angles)))
 
     def through(i: int, first: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, pool = found
         own = batch_of_tile(batch, first, tile)
-        own_rope = jax.tree.map(lambda table: columns_of(table, first, tile), rope)
-        step = Step(own, own_rope, _write_targets(own, pool.shape[4]))
-        y, pool = _layer(
+        own_ropes = jax.tree.map(lambda table: columns_of(table, first, tile), ropes)
+        step = Step(own, own_ropes, _write_targets(own, pool.shape[4]))
+        y, pool = run_layer(
             params.layers[i],
             columns_of(x, first, tile),
             pool,
             step,
             _layer_ids(spec, own)[i],
             kind=spec.layers[i].kind,
-            eps=spec.norm_eps,
             env=env,
         )
         return put_columns(x, y, first), pool
@@ -146,7 +144,7 @@ def _layer_by_layer(
         x, state[group] = tiles(partial(through, i), (x, state[group]))
 
     def end(first: jax.Array, x: jax.Array) -> jax.Array:
-        return put_columns(x, rms_norm(columns_of(x, first, tile), params.norm, spec.norm_eps), first)
+        return put_columns(x, final_norm(params, spec, columns_of(x, first, tile)), first)
 
     return tiles(end, x), tuple(state)
 
@@ -162,21 +160,32 @@ def run_layers(
     """x [D, T], the residual stream, through ``spec.layers``."""
     step = Step(
         batch=batch,
-        rope=_rope(spec, batch),
+        ropes=_ropes(spec, batch),
         targets=_write_targets(batch, pools[0].shape[4]),
     )
     layer_ids = _layer_ids(spec, batch)
     state = list(pools)
     for i, (layer, weights) in enumerate(zip(spec.layers, layers, strict=True)):
-        group, kind = layer.attention.group, layer.kind
-        x, state[group] = _layer(weights, x, state[group], step, layer_ids[i], kind=kind, eps=spec.norm_eps, env=env)
+        group = layer.attention.group
+        x, state[group] = run_layer(weights, x, state[group], step, layer_ids[i], kind=layer.kind, env=env)
     return x, tuple(state)
+
+
+def final_norm(params: DecoderParams, spec: DecoderSpec, x: jax.Array) -> jax.Array:
+    """The norm before the head: x [D, T] -> the same shape."""
+    return normed(x, params.norm, spec.norm)
 
 
 def logits(params: DecoderParams, spec: DecoderSpec, hidden: jax.Array, env: Env = ALONE) -> jax.Array:
     """hidden [D, S] (columns of ``forward``'s first result) -> float32 [V, S]; with ``env.vocab_axis`` this device's
     rows of it, -inf where the vocabulary is padded."""
     y = matmul(params.embed if spec.tie_embeddings else params.head, hidden)
+    if params.head_bias is not None:
+        y = y + params.head_bias.astype(jnp.float32)[:, None]
+    if spec.logit_scale != 1.0:
+        y = y * jnp.float32(spec.logit_scale)
+    if spec.logit_cap is not None:
+        y = jnp.float32(spec.logit_cap) * jnp.tanh(y / jnp.float32(spec.logit_cap))
     env = env.for_vocab
     if env.axis is None:
         return y
@@ -184,9 +193,21 @@ def logits(params: DecoderParams, spec: DecoderSpec, hidden: jax.Array, env: Env
     return jnp.where((rows < spec.vocab)[:, None], y, -jnp.inf)
 
 
-def embed(params: DecoderParams, token_ids: jax.Array, env: Env = ALONE) -> jax.Array:
+def embed(
+    params: DecoderParams, spec: DecoderSpec, token_ids: jax.Array, positions: jax.Array, env: Env = ALONE
+) -> jax.Array:
+    """token_ids and positions int32 [T] -> [D, T], what the first layer reads."""
+    x = _embedded(params.embed, token_ids, env)
+    if spec.embed_scale != 1.0:
+        x = x * jnp.asarray(spec.embed_scale, x.dtype)
+    if params.positions is not None:
+        x = x + params.positions[positions].T
+    return x if spec.embed_norm is None else normed(x, params.embed_norm, spec.embed_norm)
+
+
+def _embedded(table: jax.Array, token_ids: jax.Array, env: Env) -> jax.Array:
     """token_ids int32 [T] -> [D, T]. With ``env.vocab_axis`` a device has some rows of the table."""
-    table, env = params.embed, env.for_vocab
+    env = env.for_vocab
     if env.axis is None:
         return table[token_ids].T
     rows = token_ids - env.first(table.shape[0])
@@ -194,22 +215,19 @@ def embed(params: DecoderParams, token_ids: jax.Array, env: Env = ALONE) -> jax.
     return env.sum(jnp.where(here[:, None], table[jnp.where(here, rows, 0)], jnp.zeros((), table.dtype))).T
 
 
-class Step(NamedTuple):
-    """What all layers of a step share."""
-
-    batch: Batch
-    rope: tuple[jax.Array, jax.Array]  # cos, sin  float32 [R / 2, T]
-    targets: list[tuple[jax.Array, jax.Array]]  # per KV group: block id and offset of each token, int32 [T]
+def _ropes(spec: DecoderSpec, batch: Batch) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """cos and sin, float32 [R / 2, T], of each of ``spec.ropes``."""
+    return tuple(_rope(rope, batch) for rope in spec.ropes)
 
 
-def _rope(spec: DecoderSpec, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def _rope(rope: RopeSpec, batch: Batch) -> tuple[jax.Array, jax.Array]:
     def tables(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rope_tables(inverse_frequencies(spec.rope), spec.rope.attention_factor, positions)
+        return rope_tables(inverse_frequencies(rope), rope.attention_factor, positions)
 
     def once(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         # XLA:CPU would fuse sines and cosines into every use, in every layer, past a barrier too. It does not fuse
         # into a conditional, and cannot know that this one is always true.
-        shape = (spec.rope.dim // 2, *positions.shape)
+        shape = (rope.dim // 2, *positions.shape)
         zeros = (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
         return lax.cond(batch.num_tokens >= 0, tables, lambda _: zeros, positions)
 
@@ -235,117 +253,3 @@ def _write_targets(batch: Batch, block_size: int) -> list[tuple[jax.Array, jax.A
     column, offset = batch.positions // block_size, batch.positions % block_size
     tables = [batch.block_tables[g] for g in range(batch.block_tables.shape[0])]
     return [(jnp.where(real, table[batch.token_rows, column], 0), offset) for table in tables]
-
-
-@partial(jax.jit, static_argnames=("kind", "eps", "env"))  # traced and lowered once a kind: a start takes half as long
-def _layer(
-    p: LayerParams,
-    x: jax.Array,
-    pool: jax.Array,
-    step: Step,
-    index: jax.Array,
-    *,
-    kind: LayerSpec,
-    eps: float,
-    env: Env,
-) -> tuple[jax.Array, jax.Array]:
-    """The layer at ``index`` of its KV group: residual x [D, T] and the group's pool -> the same, updated."""
-    h = rms_norm(x, p.attn.norm, eps)
-    o, pool = _attention(p.attn, kind.attention, h, pool, step, index, eps, env)
-    x = x + o
-    h = rms_norm(x, p.mlp.norm, eps)
-    return x + _mlp(p.mlp, kind.mlp, h, step.batch.num_tokens, env), pool
-
-
-def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_tokens: jax.Array, env: Env) -> jax.Array:
-    """x [D, T] normed -> the MLP's contribution to the residual [D, T]."""
-    if isinstance(p, MlpParams):
-        return gated_mlp(p.gate_up, p.down, x, m.activation, env)
-    assert isinstance(m, MoeSpec)
-    e = p.experts
-    experts = env.forms.moe if env.forms else moe_mlp
-    y = experts(
-        p.router,
-        e.gate_up,
-        e.down,
-        x,
-        num_tokens,
-        top_k=m.top_k,
-        normalise=m.normalise,
-        activation=m.activation,
-        first=env.first(e.gate_up.weight.shape[0]) if env.spread_experts else 0,
-        target=env.target,
-    )
-    if p.shared is not None:
-        y = y + shared_expert(p.shared.gate, p.shared.gate_up, p.shared.down, x, m.activation)
-    return env.sum(y)
-
-
-def _attention(
-    p: AttentionParams,
-    a: AttentionSpec,
-    x: jax.Array,
-    pool: jax.Array,
-    step: Step,
-    index: jax.Array,
-    eps: float,
-    env: Env,
-) -> tuple[jax.Array, jax.Array]:
-    """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
-    tokens = x.shape[-1]
-    attend = env.forms.attention if env.forms else paged
-    o, pool = attend(linear(p.qkv, x), p, a, pool, step, index, eps, env)
-    # The next layer's write has to wait for this read: else XLA:CPU cannot update the one-array pool in place and
-    # copies all of it several times a step. The residual makes it wait; the barrier states it.
-    o, pool = lax.optimization_barrier((o, pool))
-    return summed_linear(p.o, o.reshape(tokens, a.heads * a.head_dim).T, env), pool
-
-
-def paged(
-    qkv: jax.Array,
-    p: AttentionParams,
-    a: AttentionSpec,
-    pool: jax.Array,
-    step: Step,
-    index: jax.Array,
-    eps: float,
-    env: Env,
-) -> tuple[jax.Array, jax.Array]:
-    """qkv [K, G + 2, H, T] -> (attended values [T, N, H], the pool with the step's keys and values)."""
-    batch = step.batch
-    block_ids, offsets = step.targets[a.group]
-    cos, sin = step.rope
-    q, pool, _ = kv_write(
-        qkv,
-        pool,
-        cos=cos,
-        sin=sin,
-        layer=index,
-        block_ids=block_ids,
-        offsets=offsets,
-        q_norm=p.q_norm,
-        k_norm=p.k_norm,
-        eps=eps,
-        target=env.target,
-        backend="xla" if env.attention == "xla" else "auto",
-    )
-    o = paged_attention(
-        q,
-        pool,
-        layer=index,
-        block_tables=batch.block_tables[a.group],
-        token_rows=batch.token_rows,
-        positions=batch.positions,
-        query_starts=batch.query_starts,
-        query_lens=batch.query_lens,
-        context_lens=batch.context_lens,
-        num_decode=batch.num_decode,
-        num_rows=batch.num_rows,
-        num_tokens=batch.num_tokens,
-        scale=a.scale,
-        window=a.window,
-        one_token_rows=env.tile is not None,
-        target=env.target,
-        backend=env.attention,
-    )
-    return o, pool

@@ -10,23 +10,33 @@ REQUIRED: Any = object()
 class HfConfig:
     """A JSON object with typed getters. A value of null counts as absent, as it does in transformers."""
 
-    def __init__(self, values: dict[str, Any], prefix: str = ""):
+    def __init__(self, values: dict[str, Any], prefix: str = "", aliases: dict[str, str] | None = None):
+        """aliases: the family's own name of a field, for the name that it is asked for by."""
         if not isinstance(values, dict):
             raise ValueError(f"{prefix.rstrip('.') or 'config'}: got {values!r}, must be a JSON object")
-        self.values, self.prefix = values, prefix
+        self.values, self.prefix, self.aliases = values, prefix, aliases or {}
 
     def error(self, name: str, value: Any, allowed: str) -> ValueError:
-        return ValueError(f"{self.prefix}{name}: got {value!r}, must be {allowed}")
+        return ValueError(f"{self.prefix}{self.named(name)}: got {value!r}, must be {allowed}")
+
+    def named(self, name: str) -> str:
+        """The field's name in this config."""
+        return name if self.values.get(name) is not None else self.aliases.get(name, name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        value = self.values.get(name)
+        value = self.values.get(self.named(name))
         return default if value is None else value
 
+    def with_defaults(self, defaults: dict[str, Any] | None = None, aliases: dict[str, str] | None = None) -> HfConfig:
+        """The same config with values for absent fields, and other names for some."""
+        known = {name: value for name, value in self.values.items() if value is not None}
+        return HfConfig(self.values | (defaults or {}) | known, self.prefix, self.aliases | (aliases or {}))
+
     def _typed(self, name: str, default: Any, kinds: type | tuple[type, ...], allowed: str) -> Any:
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             if default is REQUIRED:
-                raise ValueError(f"{self.prefix}{name}: missing, must be {allowed}")
+                raise ValueError(f"{self.prefix}{self.named(name)}: missing, must be {allowed}")
             return default
         # JSON's true is an int to Python
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
@@ -44,6 +54,16 @@ class HfConfig:
         if low is not None and value is not None and value < low:
             raise self.error(name, value, f"at least {low}")
         return value if value is None else float(value)
+
+    def optional(self, name: str, default: float | None, low: float | None = None) -> float | None:
+        """A number; null is no number, and absent is ``default``."""
+        return self.number(name, default, low) if name not in self.values else self.number(name, None, low)
+
+    def refuse(self, **neutral: Any) -> None:
+        """ValueError for a field that is there and has another value than this."""
+        for name, value in neutral.items():
+            if self.get(name, value) != value:
+                raise self.error(name, self.get(name), f"{value!r}: nothing else is supported")
 
     def boolean(self, name: str, default: bool) -> bool:
         return self._typed(name, default, bool, "true or false")

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from lmjax.models.common import ACTIVATIONS, router_sizes, uniform_decoder
 from lmjax.models.hf_config import HfConfig
+from lmjax.models.layout import Layout
 from lmjax.models.spec import DecoderSpec, MoeSpec
 
 ARCHITECTURE = "MixtralForCausalLM"
 APPLIES = ("num_local_experts",)
+_MOE = "model.layers.{i}.block_sparse_moe."
+LAYOUT = Layout(
+    {
+        "router": _MOE + "gate",
+        "expert_gate": _MOE + "experts.{e}.w1",
+        "expert_up": _MOE + "experts.{e}.w3",
+        "expert_down": _MOE + "experts.{e}.w2",
+    }
+)
 
 
 def spec_from_hf(config: HfConfig, max_model_len: int | None) -> DecoderSpec:

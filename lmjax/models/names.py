@@ -1,215 +1,281 @@
 """Where each parameter comes from: tensor names of Hugging Face checkpoints and of llama.cpp's GGUF files.
 
-A parameter may be made of several tensors (q, k and v; gate and up). Each ``TensorPart`` says which slice of the
-parameter its tensor fills, so that a loader goes tensor by tensor and never needs two of them in memory.
+A parameter may be made of several tensors (q, k and v; gate and up), and a tensor may hold several parts of one (a
+fused q, k and v). Each ``TensorPart`` says which slice of the parameter it fills, so that a loader goes tensor by
+tensor and never needs two of them in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
+from lmjax.models.layout import Index, Layout, TensorPart, View
+from lmjax.models.registry import family_layout
+from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec, NormSpec
 
-from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec
+__all__ = ["Index", "Names", "TensorPart", "by_tensor", "gguf_names", "harmless", "hf_names", "num_values"]
 
-Index = tuple[int | slice, ...]
+Parts = tuple[TensorPart, ...]
+Names = dict[str, Parts]  # parameter (dotted path, see params.named_leaves) -> its tensors
 
-
-@dataclass(frozen=True)
-class TensorPart:
-    """One tensor of a checkpoint: ``parameter[index]`` holds its values in the same order (reshaped)."""
-
-    name: str
-    shape: tuple[int, ...]  # of the tensor in the checkpoint
-    index: Index = ()
-    # llama.cpp stores the q and k rows of the llama architecture with the two rotary halves of each head interleaved
-    interleaved_heads: int = 0
-
-    def fill(self, parameter: np.ndarray, tensor: np.ndarray) -> None:
-        """Write the tensor into its part of the parameter. ValueError if the shape is not ``self.shape``."""
-        if tensor.shape != self.shape:
-            raise ValueError(f"{self.name}: has shape {list(tensor.shape)}, the config asks for {list(self.shape)}")
-        target = parameter[self.index]
-        parameter[self.index] = self.in_order(tensor).reshape(target.shape)
-
-    def in_order(self, tensor: np.ndarray) -> np.ndarray:
-        """The tensor with its rows in the parameter's order."""
-        return _swap_halves(tensor, self.interleaved_heads, (-1, 2)) if self.interleaved_heads else tensor
-
-    def extract(self, parameter: Any) -> Any:
-        """The tensor of the checkpoint back from the parameter (numpy or jax): the inverse of ``fill``."""
-        tensor = parameter[self.index].reshape(self.shape)
-        return _swap_halves(tensor, self.interleaved_heads, (2, -1)) if self.interleaved_heads else tensor
-
-
-def _swap_halves(tensor: Any, heads: int, split: tuple[int, int]) -> Any:
-    """Rows [heads * H, ...] of each head, seen as [a, b], in the order [b, a]."""
-    rest = tensor.shape[1:]
-    return tensor.reshape(heads, *split, *rest).swapaxes(1, 2).reshape(tensor.shape)
-
-
-Names = dict[str, tuple[TensorPart, ...]]  # parameter (dotted path, see params.named_leaves) -> its tensors
-
-# parameter's part -> name in the checkpoint; {i} is the layer
+_LLAMA = "model.layers.{i}."
+# parameter's part -> name in the checkpoint, as most families have it; what a family has otherwise is in its
+# ``LAYOUT``. There are also: "qkv" in place of q, k and v, one matrix: all of q, all of k, all of v; or "qkv_by_head":
+# of each KV head its queries, its key, its value; "gate_up" in place of gate and up; "experts_gate_up" and
+# "experts_down", of all experts; "positions", "embed_norm", "attn.post_norm", "mlp.post_norm". {h} in a QK-norm: a
+# tensor a head.
 _HF = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "attn.norm": "model.layers.{i}.input_layernorm.weight",
-    "q": "model.layers.{i}.self_attn.q_proj",
-    "k": "model.layers.{i}.self_attn.k_proj",
-    "v": "model.layers.{i}.self_attn.v_proj",
-    "o": "model.layers.{i}.self_attn.o_proj",
-    "q_norm": "model.layers.{i}.self_attn.q_norm.weight",
-    "k_norm": "model.layers.{i}.self_attn.k_norm.weight",
-    "mlp.norm": "model.layers.{i}.post_attention_layernorm.weight",
-    "gate": "model.layers.{i}.mlp.gate_proj",
-    "up": "model.layers.{i}.mlp.up_proj",
-    "down": "model.layers.{i}.mlp.down_proj",
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attn.norm": _LLAMA + "input_layernorm",
+    "q": _LLAMA + "self_attn.q_proj",
+    "k": _LLAMA + "self_attn.k_proj",
+    "v": _LLAMA + "self_attn.v_proj",
+    "o": _LLAMA + "self_attn.o_proj",
+    "q_norm": _LLAMA + "self_attn.q_norm",
+    "k_norm": _LLAMA + "self_attn.k_norm",
+    "sinks": _LLAMA + "self_attn.sinks",
+    "mlp.norm": _LLAMA + "post_attention_layernorm",
+    "gate": _LLAMA + "mlp.gate_proj",
+    "up": _LLAMA + "mlp.up_proj",
+    "down": _LLAMA + "mlp.down_proj",
+    "router": _LLAMA + "mlp.gate",
+    "expert_gate": _LLAMA + "mlp.experts.{e}.gate_proj",
+    "expert_up": _LLAMA + "mlp.experts.{e}.up_proj",
+    "expert_down": _LLAMA + "mlp.experts.{e}.down_proj",
+    "shared_mix": _LLAMA + "mlp.shared_expert_gate",
+    "shared_gate": _LLAMA + "mlp.shared_expert.gate_proj",
+    "shared_up": _LLAMA + "mlp.shared_expert.up_proj",
+    "shared_down": _LLAMA + "mlp.shared_expert.down_proj",
 }
-# of a layer with experts; {e} is the expert. Mixtral has its own names, and none for a shared expert.
-_HF_MOE = {
-    "router": "model.layers.{i}.mlp.gate.weight",
-    "expert_gate": "model.layers.{i}.mlp.experts.{e}.gate_proj",
-    "expert_up": "model.layers.{i}.mlp.experts.{e}.up_proj",
-    "expert_down": "model.layers.{i}.mlp.experts.{e}.down_proj",
-    "shared_mix": "model.layers.{i}.mlp.shared_expert_gate.weight",
-    "shared_gate": "model.layers.{i}.mlp.shared_expert.gate_proj",
-    "shared_up": "model.layers.{i}.mlp.shared_expert.up_proj",
-    "shared_down": "model.layers.{i}.mlp.shared_expert.down_proj",
-}
-_HF_MIXTRAL = {
-    "router": "model.layers.{i}.block_sparse_moe.gate.weight",
-    "expert_gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1",
-    "expert_up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3",
-    "expert_down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2",
-}
-_HF_EXPERTS = {"mixtral": _HF_MIXTRAL}  # by model_type, default _HF_MOE
 _GGUF = {
-    "embed": "token_embd.weight",
-    "norm": "output_norm.weight",
-    "head": "output.weight",
-    "attn.norm": "blk.{i}.attn_norm.weight",
+    "embed": "token_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "attn.norm": "blk.{i}.attn_norm",
     "q": "blk.{i}.attn_q",
     "k": "blk.{i}.attn_k",
     "v": "blk.{i}.attn_v",
     "o": "blk.{i}.attn_output",
-    "q_norm": "blk.{i}.attn_q_norm.weight",
-    "k_norm": "blk.{i}.attn_k_norm.weight",
-    "mlp.norm": "blk.{i}.ffn_norm.weight",
+    "q_norm": "blk.{i}.attn_q_norm",
+    "k_norm": "blk.{i}.attn_k_norm",
+    "mlp.norm": "blk.{i}.ffn_norm",
     "gate": "blk.{i}.ffn_gate",
     "up": "blk.{i}.ffn_up",
     "down": "blk.{i}.ffn_down",
 }
-_GGUF_INTERLEAVED = ("llama", "mistral")  # both are llama.cpp's "llama" architecture
+_GGUF_FAMILIES = {  # whether q and k are interleaved: the first two are llama.cpp's "llama" architecture
+    "llama": True,
+    "mistral": True,
+    "qwen2": False,
+    "qwen3": False,
+}
+_TABLES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 def hf_names(spec: DecoderSpec) -> Names:
     """Every parameter's tensors in a Hugging Face checkpoint."""
-    return dict(_names(spec, _HF | _HF_EXPERTS.get(spec.model_type, _HF_MOE), interleaved=False))
+    layout = family_layout(spec)
+    return dict(_names(spec, replace(layout, names=_HF | layout.names)))
 
 
 def gguf_names(spec: DecoderSpec) -> Names:
     """Every parameter's tensors in a GGUF file; shapes as numpy sees them ([out, in], GGUF's own order reversed).
 
-    ValueError for a model with experts: GGUF files of those are not read.
+    ValueError for a family whose GGUF files are not read.
     """
     if any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         raise ValueError(f"{spec.model_type}: experts in a GGUF file are not supported")
-    return dict(_names(spec, _GGUF, interleaved=spec.model_type in _GGUF_INTERLEAVED))
+    if spec.model_type not in _GGUF_FAMILIES:
+        raise ValueError(f"{spec.model_type}: GGUF files are read of {', '.join(_GGUF_FAMILIES)} only")
+    return dict(_names(spec, Layout(_GGUF, interleaved=_GGUF_FAMILIES[spec.model_type])))
 
 
-def by_tensor(names: Names) -> dict[str, tuple[str, TensorPart]]:
-    """{tensor name: (parameter, part)}."""
-    return {part.name: (parameter, part) for parameter, parts in names.items() for part in parts}
+def by_tensor(names: Names) -> dict[str, tuple[str, Parts]]:
+    """{tensor name: (parameter, the parts of it that the tensor holds)}."""
+    found: dict[str, tuple[str, Parts]] = {}
+    for parameter, parts in names.items():
+        for part in parts:
+            found[part.name] = parameter, (*found.get(part.name, ("", ()))[1], part)
+    return found
 
 
 def harmless(name: str, spec: DecoderSpec) -> bool:
     """Tensors that a checkpoint may hold and no parameter needs: recomputed tables, and the copy of a tied head."""
-    if name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")):
+    layout = family_layout(spec)
+    if name.endswith((*_TABLES, *layout.unused)):
         return True
-    return spec.tie_embeddings and name in (_HF["head"], _GGUF["head"])
+    heads = ((_HF | layout.names)["head"], _GGUF["head"])
+    return spec.tie_embeddings and name.removesuffix(".weight") in heads and name.endswith(".weight")
 
 
-def _names(spec: DecoderSpec, table: dict[str, str], interleaved: bool) -> Iterator[tuple[str, tuple[TensorPart, ...]]]:
+def with_prefix(tensors: Mapping[str, Any], spec: DecoderSpec) -> dict[str, Any]:
+    """Tensors by the names that ``hf_names`` has: some checkpoints leave out a prefix."""
+    prefix = family_layout(spec).prefix
+    wanted = {part.name for parts in hf_names(spec).values() for part in parts} if prefix else ()
+    return {name if prefix + name not in wanted else prefix + name: x for name, x in tensors.items()}
+
+
+def _names(spec: DecoderSpec, layout: Layout) -> Iterator[tuple[str, Parts]]:
     d, v = spec.hidden, spec.vocab
-    yield "embed", (TensorPart(table["embed"], (v, d)),)
+    table = layout.names
+    yield "embed", (TensorPart(f"{table['embed']}.weight", (v, d)),)
     for i, layer in enumerate(spec.layers):
         names = {key: value.replace("{i}", str(i)) for key, value in table.items()}
-        for parameter, parts in _layer(layer, d, names, interleaved):
+        for parameter, parts in _layer(layer, spec, replace(layout, names=names)):
             yield f"layers.{i}.{parameter}", parts
-    yield "norm", (TensorPart(table["norm"], (d,)),)
+    yield from _norm("norm", table, spec.norm, d)
     if not spec.tie_embeddings:
-        yield "head", (TensorPart(table["head"], (v, d)),)
+        yield "head", (TensorPart(f"{table['head']}.weight", (v, d)),)
+    if spec.head_bias:
+        yield "head_bias", (TensorPart(f"{table['head']}.bias", (v,)),)
+    if spec.positions is not None:
+        yield "positions", (TensorPart(f"{table['positions']}.weight", (spec.positions, d)),)
+    if spec.embed_norm is not None:
+        yield from _norm("embed_norm", table, spec.embed_norm, d)
 
 
-def _layer(
-    layer: LayerSpec, d: int, names: dict[str, str], interleaved: bool
-) -> Iterator[tuple[str, tuple[TensorPart, ...]]]:
-    a, m = layer.attention, layer.mlp
-    yield "attn.norm", (TensorPart(names["attn.norm"], (d,)),)
-    yield from _dense("attn.qkv", _qkv(a, names, interleaved), d, a.qkv_bias)
-    yield from _dense("attn.o", (TensorPart(names["o"], (d,)),), a.heads * a.head_dim, a.o_bias)
-    if a.qk_norm:
-        yield "attn.q_norm", (TensorPart(names["q_norm"], (a.head_dim,)),)
-        yield "attn.k_norm", (TensorPart(names["k_norm"], (a.head_dim,)),)
-    yield "mlp.norm", (TensorPart(names["mlp.norm"], (d,)),)
+def _norm(parameter: str, names: dict[str, str], norm: NormSpec, size: int) -> Iterator[tuple[str, Parts]]:
+    weight = (TensorPart(f"{names[parameter]}.weight", (size,)),)
+    if norm.kind == "rms":
+        yield parameter, weight
+        return
+    yield f"{parameter}.weight", weight
+    if norm.bias:
+        yield f"{parameter}.bias", (TensorPart(f"{names[parameter]}.bias", (size,)),)
+
+
+def _layer(layer: LayerSpec, spec: DecoderSpec, layout: Layout) -> Iterator[tuple[str, Parts]]:
+    a, m, d, names = layer.attention, layer.mlp, spec.hidden, layout.names
+    rotary = 0 if a.rope is None else spec.ropes[a.rope].dim % a.head_dim  # 0: all of a head
+    if layer.pre_norm:
+        yield from _norm("attn.norm", names, layer.norm, d)
+    yield from _dense("attn.qkv", _qkv(a, layout, rotary), d, a.qkv_bias)
+    yield from _dense("attn.o", (_matrix(names["o"], d, layout),), a.heads * a.head_dim, a.o_bias)
+    yield from _head_norms(a, layout, rotary)
+    if a.sinks:
+        yield "attn.sinks", (TensorPart(names["sinks"], (a.heads,)),)
+    if layer.post_norm:
+        yield from _norm("attn.post_norm", names, layer.norm, d)
+    if layer.pre_norm and not layer.shared_norm:
+        yield from _norm("mlp.norm", names, layer.norm, d)
     if isinstance(m, MoeSpec):
         yield from _moe(m, d, names)
+    elif m.gated:
+        yield from _gated("mlp", layout, "", m.ffn, d, m.bias)
     else:
-        yield from _gated("mlp", names, "", m.ffn, d, m.bias)
+        yield from _dense("mlp.gate_up", (_matrix(names["up"], m.ffn, layout),), d, m.bias)
+        yield from _dense("mlp.down", (_matrix(names["down"], d, layout),), m.ffn, m.bias)
+    if isinstance(m, MoeSpec) and m.bias:
+        yield "mlp.router_bias", (TensorPart(f"{names['router']}.bias", (m.experts,)),)
+    if layer.post_norm:
+        yield from _norm("mlp.post_norm", names, layer.norm, d)
 
 
-def _gated(
-    parameter: str, names: dict[str, str], key: str, ffn: int, d: int, bias: bool
-) -> Iterator[tuple[str, tuple[TensorPart, ...]]]:
-    """A gated MLP, whose entries of ``names`` start with ``key``."""
-    gate_up = tuple(TensorPart(names[f"{key}{part}"], (ffn,), (at,)) for at, part in enumerate(("gate", "up")))
+def _matrix(name: str, rows: int, layout: Layout) -> TensorPart:
+    return TensorPart(name, (rows,), view=View(transposed=layout.transposed))
+
+
+def _head_norms(a: AttentionSpec, layout: Layout, rotary: int) -> Iterator[tuple[str, Parts]]:
+    if a.qk_norm is None:
+        return
+    for norm, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+        name, group, dim = layout.names[norm], heads // a.kv_heads, a.head_dim
+        turned: dict[str, Any] = {"interleaved_heads": heads, "rotary": rotary} if layout.interleaved else {}
+        parts: Parts = (TensorPart(f"{name}.weight", (dim,)),)
+        if a.qk_norm_over == "all":
+            parts = (TensorPart(f"{name}.weight", (heads * dim,), **turned),)
+        elif a.qk_norm_over == "own" and "{h}" not in name:
+            parts = (TensorPart(f"{name}.weight", (heads, dim), **turned),)
+        elif a.qk_norm_over == "own":
+            places = [divmod(h, group) if norm == "q_norm" else (h,) for h in range(heads)]
+            parts = tuple(
+                TensorPart(f"{name.replace('{h}', str(h))}.weight", (dim,), place) for h, place in enumerate(places)
+            )
+        yield f"attn.{norm}", parts
+
+
+def _gated(parameter: str, layout: Layout, key: str, ffn: int, d: int, bias: bool) -> Iterator[tuple[str, Parts]]:
+    """A gated MLP, whose entries of the names start with ``key``."""
+    names = layout.names
+    if f"{key}gate_up" in names:
+        gate_up: Parts = (TensorPart(names[f"{key}gate_up"], (2 * ffn,), view=View(rows=(2, ffn), take=((0, 2),))),)
+    else:
+        gate_up = tuple(TensorPart(names[f"{key}{part}"], (ffn,), (at,)) for at, part in enumerate(("gate", "up")))
     yield from _dense(f"{parameter}.gate_up", gate_up, d, bias)
     yield from _dense(f"{parameter}.down", (TensorPart(names[f"{key}down"], (d,)),), ffn, bias)
 
 
-def _moe(m: MoeSpec, d: int, names: dict[str, str]) -> Iterator[tuple[str, tuple[TensorPart, ...]]]:
-    yield "mlp.router", (TensorPart(names["router"], (m.experts, d)),)
+def _moe(m: MoeSpec, d: int, names: dict[str, str]) -> Iterator[tuple[str, Parts]]:
+    yield "mlp.router", (TensorPart(f"{names['router']}.weight", (m.experts, d)),)
+    if "experts_gate_up" in names:
+        yield from _fused_experts(m, d, names)
+    else:
 
-    def of_experts(key: str, rows: int, index: Index) -> tuple[TensorPart, ...]:
-        return tuple(TensorPart(names[key].replace("{e}", str(e)), (rows,), (e, *index)) for e in range(m.experts))
+        def of_experts(key: str, rows: int, index: Index) -> Parts:
+            return tuple(TensorPart(names[key].replace("{e}", str(e)), (rows,), (e, *index)) for e in range(m.experts))
 
-    gate_up = of_experts("expert_gate", m.ffn, (0,)) + of_experts("expert_up", m.ffn, (1,))
-    yield from _dense("mlp.experts.gate_up", gate_up, d, False)
-    yield from _dense("mlp.experts.down", of_experts("expert_down", d, ()), m.ffn, False)
+        gate_up = of_experts("expert_gate", m.ffn, (0,)) + of_experts("expert_up", m.ffn, (1,))
+        yield from _dense("mlp.experts.gate_up", gate_up, d, m.bias)
+        yield from _dense("mlp.experts.down", of_experts("expert_down", d, ()), m.ffn, m.bias)
     if m.shared_ffn is not None:
-        yield "mlp.shared.gate", (TensorPart(names["shared_mix"], (1, d)),)
-        yield from _gated("mlp.shared", names, "shared_", m.shared_ffn, d, False)
+        yield "mlp.shared.gate", (TensorPart(f"{names['shared_mix']}.weight", (1, d)),)
+        yield from _gated("mlp.shared", Layout(names), "shared_", m.shared_ffn, d, False)
 
 
-def _qkv(a: AttentionSpec, names: dict[str, str], interleaved: bool) -> tuple[TensorPart, ...]:
+def _fused_experts(m: MoeSpec, d: int, names: dict[str, str]) -> Iterator[tuple[str, Parts]]:
+    """All experts in one tensor, [E, in, out], whose rows of gate and up alternate (GPT-OSS)."""
+    every, e = slice(None), m.experts
+    views = [View(transposed=True, rows=(e, m.ffn, 2), take=(None, None, part)) for part in (0, 1)]
+    gate_up = tuple(
+        TensorPart(names["experts_gate_up"], (e, 2 * m.ffn), (every, i), view=v) for i, v in enumerate(views)
+    )
+    down = (TensorPart(names["experts_down"], (e, d), view=View(transposed=True)),)
+    for parameter, parts, fan_in in (("gate_up", gate_up, d), ("down", down, m.ffn)):
+        yield f"mlp.experts.{parameter}.weight", tuple(part.suffixed("", (fan_in,)) for part in parts)
+        if m.bias:
+            yield f"mlp.experts.{parameter}.bias", tuple(part.suffixed("_bias", ()) for part in parts)
+
+
+def _qkv(a: AttentionSpec, layout: Layout, rotary: int) -> Parts:
     """Parts of the parameter [K, G + 2, H, ...]: of each KV head its G query heads, its key, its value."""
-    group, every = a.heads // a.kv_heads, slice(None)
-    kv = (a.kv_heads * a.head_dim,)
-    return (
-        TensorPart(names["q"], (a.heads * a.head_dim,), (every, slice(0, group)), a.heads if interleaved else 0),
-        TensorPart(names["k"], kv, (every, group), a.kv_heads if interleaved else 0),
-        TensorPart(names["v"], kv, (every, group + 1)),
+    group, every, names = a.heads // a.kv_heads, slice(None), layout.names
+    places: tuple[Index, ...] = ((every, slice(0, group)), (every, group), (every, group + 1))
+    sizes = (a.heads, a.kv_heads, a.kv_heads)
+    if "qkv" in names or "qkv_by_head" in names:
+        rows, dim = sum(sizes), a.head_dim
+        if "qkv" in names:
+            shape: tuple[int, ...] = (rows, dim)
+            ends = (0, a.heads, a.heads + a.kv_heads, rows)
+            takes: list[Any] = [((ends[i], ends[i + 1]),) for i in range(3)]
+        else:
+            shape, takes = (a.kv_heads, group + 2, dim), [(None, (0, group)), (None, group), (None, group + 1)]
+        name = names.get("qkv") or names["qkv_by_head"]
+        views = [View(layout.transposed, shape, take) for take in takes]
+        return tuple(TensorPart(name, (rows * dim,), i, view=v) for i, v in zip(places, views, strict=True))
+    return tuple(
+        TensorPart(
+            names[part],
+            (heads * a.head_dim,),
+            place,
+            interleaved_heads=heads if layout.interleaved and part != "v" else 0,
+            rotary=rotary if layout.interleaved and part != "v" else 0,
+        )
+        for part, heads, place in zip(("q", "k", "v"), sizes, places, strict=True)
     )
 
 
-def _dense(
-    parameter: str, parts: tuple[TensorPart, ...], fan_in: int, bias: bool
-) -> Iterator[tuple[str, tuple[TensorPart, ...]]]:
+def _dense(parameter: str, parts: Parts, fan_in: int, bias: bool) -> Iterator[tuple[str, Parts]]:
     """Weight and bias of a Dense from the parts of its output axes."""
-
-    def suffixed(suffix: str, tail: tuple[int, ...]) -> tuple[TensorPart, ...]:
-        return tuple(TensorPart(f"{p.name}.{suffix}", p.shape + tail, p.index, p.interleaved_heads) for p in parts)
-
-    yield f"{parameter}.weight", suffixed("weight", (fan_in,))
+    yield f"{parameter}.weight", tuple(part.suffixed(".weight", (fan_in,)) for part in parts)
     if bias:
-        yield f"{parameter}.bias", suffixed("bias", ())
+        yield f"{parameter}.bias", tuple(part.suffixed(".bias", ()) for part in parts)
 
 
 def num_values(names: Names) -> int:
     """How many numbers the checkpoint holds."""
-    return sum(math.prod(part.shape) for parts in names.values() for part in parts)
+    return sum(math.prod(parts[0].shape) for _, parts in by_tensor(names).values())

@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from lmjax.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
+from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec, NormSpec
+from lmjax.nn.norm import LayerNorm
 from lmjax.nn.weight import Dense
+
+# Norms: an array, that of an RMSNorm, or a ``LayerNorm``; None where the layer has none at that place.
 
 
 @struct.dataclass
@@ -24,15 +27,18 @@ class AttentionParams:
     # can be sharded and every shard holds whole heads.
     qkv: Dense  # [K, G + 2, H, D]
     o: Dense  # [D, N * H]
-    q_norm: Any = None  # [H]
-    k_norm: Any = None  # [H]
+    q_norm: Any = None  # [H]; [K, G, H] where heads have their own
+    k_norm: Any = None  # [H]; [K, H]
+    sinks: Any = None  # [N]
+    post_norm: Any = None  # [D]
 
 
 @struct.dataclass
 class MlpParams:
     norm: Any  # [D]
-    gate_up: Dense  # [2, F, D]
+    gate_up: Dense  # [2, F, D]; without a gate [1, F, D]
     down: Dense  # [D, F]
+    post_norm: Any = None  # [D]
 
 
 @struct.dataclass
@@ -54,6 +60,8 @@ class MoeParams:
     router: Any  # [E, D]
     experts: ExpertParams
     shared: SharedExpertParams | None = None
+    router_bias: Any = None  # [E]
+    post_norm: Any = None  # [D]
 
 
 @struct.dataclass
@@ -68,6 +76,9 @@ class DecoderParams:
     layers: tuple[LayerParams, ...]
     norm: Any  # [D]
     head: Any = None  # [V, D]; None: tied to embed
+    head_bias: Any = None  # [V]
+    positions: Any = None  # [rows, D]  of a learned table
+    embed_norm: Any = None  # [D]
 
 
 @dataclass(frozen=True)
@@ -87,12 +98,15 @@ def param_specs(spec: DecoderSpec) -> DecoderParams:
     """The tree with a ``ParamSpec`` at every leaf. With pipeline stages a layer's leaves are those of the layers at its
     place in all stages: [stages, ...]."""
     d, v = spec.hidden, spec.num_vocab_rows
-    layers = tuple(LayerParams(attn=_attention(layer.attention, d), mlp=_mlp(layer.mlp, d)) for layer in spec.layers)
+    layers = tuple(LayerParams(attn=_attention(layer, d), mlp=_mlp(layer, d)) for layer in spec.layers)
     return DecoderParams(
         embed=ParamSpec((v, d), ("vocab", "embed")),
         layers=layers if spec.stages == 1 else jax.tree.map(partial(_of_all_stages, spec.stages), layers),
-        norm=ParamSpec((d,), ("embed",), "ones"),
+        norm=_norm(spec.norm, d),
         head=None if spec.tie_embeddings else ParamSpec((v, d), ("vocab", "embed")),
+        head_bias=ParamSpec((v,), ("vocab",), "zeros") if spec.head_bias else None,
+        positions=None if spec.positions is None else ParamSpec((spec.positions, d), (None, "embed")),
+        embed_norm=None if spec.embed_norm is None else _norm(spec.embed_norm, d),
     )
 
 
@@ -100,30 +114,56 @@ def _of_all_stages(stages: int, p: ParamSpec) -> ParamSpec:
     return ParamSpec((stages, *p.shape), ("stages", *p.axes), p.init)
 
 
-def _attention(a: AttentionSpec, d: int) -> AttentionParams:
+def _norm(norm: NormSpec, size: int) -> Any:
+    one = ParamSpec((size,), ("embed",), "zeros" if norm.plus_one else "ones")
+    if norm.kind == "rms":
+        return one
+    return LayerNorm(one, ParamSpec((size,), ("embed",), "zeros") if norm.bias else None)
+
+
+def _attention(layer: LayerSpec, d: int) -> AttentionParams:
+    a = layer.attention
     qkv = (a.kv_heads, a.heads // a.kv_heads + 2, a.head_dim)
     qkv_axes = ("kv_heads", None, None)
-    head_norm = ParamSpec((a.head_dim,), (None,), "ones") if a.qk_norm else None
+    q_norm, k_norm = _head_norms(a)
     return AttentionParams(
-        norm=ParamSpec((d,), ("embed",), "ones"),
+        norm=_norm(layer.norm, d) if layer.pre_norm else None,
         qkv=_dense(qkv, d, qkv_axes, "embed", a.qkv_bias),
         o=_dense((d,), a.heads * a.head_dim, ("embed",), "heads", a.o_bias),
-        q_norm=head_norm,
-        k_norm=head_norm,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        sinks=ParamSpec((a.heads,), ("heads",)) if a.sinks else None,
+        post_norm=_norm(layer.norm, d) if layer.post_norm else None,
     )
 
 
-def _mlp(m: MlpSpec | MoeSpec, d: int) -> MlpParams | MoeParams:
+def _head_norms(a: AttentionSpec) -> tuple[ParamSpec | None, ParamSpec | None]:
+    if a.qk_norm is None:
+        return None, None
+    if a.qk_norm_over == "head":
+        one = ParamSpec((a.head_dim,), (None,), "zeros" if a.qk_norm.plus_one else "ones")
+        return one, one
+    return (
+        ParamSpec((a.kv_heads, a.heads // a.kv_heads, a.head_dim), ("kv_heads", None, None), "ones"),
+        ParamSpec((a.kv_heads, a.head_dim), ("kv_heads", None), "ones"),
+    )
+
+
+def _mlp(layer: LayerSpec, d: int) -> MlpParams | MoeParams:
+    m = layer.mlp
+    norm = _norm(layer.norm, d) if layer.pre_norm and not layer.shared_norm else None
+    post_norm = _norm(layer.norm, d) if layer.post_norm else None
     if isinstance(m, MoeSpec):
-        return _moe(m, d)
+        return _moe(m, d, norm, post_norm)
     return MlpParams(
-        norm=ParamSpec((d,), ("embed",), "ones"),
-        gate_up=_dense((2, m.ffn), d, (None, "ffn"), "embed", m.bias),
+        norm=norm,
+        gate_up=_dense((2 if m.gated else 1, m.ffn), d, (None, "ffn"), "embed", m.bias),
         down=_dense((d,), m.ffn, ("embed",), "ffn", m.bias),
+        post_norm=post_norm,
     )
 
 
-def _moe(m: MoeSpec, d: int) -> MoeParams:
+def _moe(m: MoeSpec, d: int, norm: Any, post_norm: Any) -> MoeParams:
     shared = None
     if m.shared_ffn is not None:
         shared = SharedExpertParams(
@@ -132,14 +172,16 @@ def _moe(m: MoeSpec, d: int) -> MoeParams:
             down=_dense((d,), m.shared_ffn, ("embed",), "ffn", False),
         )
     return MoeParams(
-        norm=ParamSpec((d,), ("embed",), "ones"),
+        norm=norm,
         # every device routes all tokens, whichever experts it holds
         router=ParamSpec((m.experts, d), (None, "embed")),
         experts=ExpertParams(
-            gate_up=_dense((m.experts, 2, m.ffn), d, ("experts", None, "expert_ffn"), "embed", False),
-            down=_dense((m.experts, d), m.ffn, ("experts", "embed"), "expert_ffn", False),
+            gate_up=_dense((m.experts, 2, m.ffn), d, ("experts", None, "expert_ffn"), "embed", m.bias),
+            down=_dense((m.experts, d), m.ffn, ("experts", "embed"), "expert_ffn", m.bias),
         ),
         shared=shared,
+        router_bias=ParamSpec((m.experts,), (None,), "zeros") if m.bias else None,
+        post_norm=post_norm,
     )
 
 

@@ -4,18 +4,67 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmjax.models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from lmjax.models import (
+    bloom,
+    cohere,
+    cohere2,
+    falcon,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    mpt,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from lmjax.models.hf_config import HfConfig
+from lmjax.models.layout import Layout
 from lmjax.models.spec import DecoderSpec
 
+LLAMA = Layout()  # the names of most families
+
 FAMILIES = {
+    "bloom": bloom,
+    "cohere": cohere,
+    "cohere2": cohere2,
+    "falcon": falcon,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
+    "gptj": gptj,
+    "granite": granite,
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
+    "mpt": mpt,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "phi3": phi3,
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "smollm3": smollm3,
+    "stablelm": stablelm,
+    "starcoder2": starcoder2,
 }
 
 # Fields that change what a model computes: refused unless neutral, or named in the family's ``APPLIES``.
@@ -27,6 +76,8 @@ REFUSED = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "no_rope_layers",
+    "use_bidirectional_attention",
+    "text_config",
     "num_local_experts",
     "num_experts",
     "n_routed_experts",
@@ -34,6 +85,13 @@ REFUSED = (
     "vision_config",
     "audio_config",
 )
+
+
+def family_layout(spec: DecoderSpec) -> Layout:
+    """How the family's checkpoints name and lay out their tensors: its ``LAYOUT``, or ``layout(spec)`` where it has
+    several."""
+    family = FAMILIES[spec.model_type]
+    return family.layout(spec) if hasattr(family, "layout") else getattr(family, "LAYOUT", LLAMA)
 
 
 def spec_from_hf(config: dict[str, Any], max_model_len: int | None) -> DecoderSpec:

@@ -42,10 +42,13 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {  # kind -> (required, optional)
 }
 
 
-def rope_from_hf(config: HfConfig, head_dim: int, max_model_len: int | None) -> tuple[RopeSpec, int]:
+def rope_from_hf(
+    config: HfConfig, head_dim: int, max_model_len: int | None, partial: float | None = None
+) -> tuple[RopeSpec, int]:
     """(rope, longest sequence to serve) from ``rope_parameters`` (new) or ``rope_theta`` + ``rope_scaling`` (old).
 
-    ``max_model_len`` None: the model's ``max_position_embeddings``. ValueError names a field that is unknown, missing
+    ``max_model_len`` None: the model's ``max_position_embeddings``. partial: the default of ``partial_rotary_factor``
+    in families that have it, in others all features of a head rotate. ValueError names a field that is unknown, missing
     or out of range.
     """
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
@@ -55,12 +58,7 @@ def rope_from_hf(config: HfConfig, head_dim: int, max_model_len: int | None) -> 
     if kind not in _KEYS:
         raise numbers.error("rope_type", kind, f"one of {', '.join(_KEYS)}")
     numbers.check_keys(_COMMON | _KEYS[kind][0] | _KEYS[kind][1], required=_KEYS[kind][0])
-    for source in (numbers, config):
-        share = source.number("partial_rotary_factor", 1.0)
-        if share != 1.0:
-            raise source.error("partial_rotary_factor", share, "1.0 for this model type")
-    if head_dim % 2:
-        raise config.error("head_dim", head_dim, "even")
+    dim = _rotary_dim(numbers, config, head_dim, partial)
     theta = numbers.number("rope_theta", None) or config.number("rope_theta", 10000.0)
     if theta <= 0:
         raise config.error("rope_theta", theta, "above 0")
@@ -76,12 +74,47 @@ def rope_from_hf(config: HfConfig, head_dim: int, max_model_len: int | None) -> 
         )
     rope = RopeSpec(
         theta=theta,
-        dim=head_dim,
+        dim=dim,
         kind=kind,
         original_len=original,
-        **_READERS[kind](numbers, head_dim, trained, original, served),
+        **_READERS[kind](numbers, dim, trained, original, served),
     )
     return rope, served
+
+
+def _rotary_dim(numbers: HfConfig, config: HfConfig, head_dim: int, partial: float | None) -> int:
+    for source in (numbers, config):
+        share = source.number("partial_rotary_factor", 1.0)
+        if partial is None and share != 1.0:
+            raise source.error("partial_rotary_factor", share, "1.0 for this model type")
+        if not 0.0 < share <= 1.0:
+            raise source.error("partial_rotary_factor", share, "above 0 and at most 1")
+    if partial is None:
+        if head_dim % 2:
+            raise config.error("head_dim", head_dim, "even")
+        return head_dim
+    share = numbers.number("partial_rotary_factor", None) or config.number("partial_rotary_factor", partial)
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        raise config.error("partial_rotary_factor", share, f"such that an even number of {head_dim} features rotate")
+    return dim
+
+
+def ropes_by_kind(
+    config: HfConfig, head_dim: int, max_model_len: int | None, thetas: dict[str, float]
+) -> tuple[dict[str, RopeSpec], int]:
+    """A rope for each of ``layer_types``' kinds, and the longest sequence. ``rope_parameters`` by kind (new), or
+    ``rope_scaling`` of the layers with full attention (old). thetas: each kind's base where the config has none."""
+    by_kind: Any = config.get("rope_parameters") or {}
+    if not isinstance(by_kind, dict) or any(kind not in thetas for kind in by_kind):
+        raise config.error("rope_parameters", by_kind, f"an object with {' and '.join(thetas)}")
+    ropes, served = {}, []
+    for kind, theta in thetas.items():
+        own = by_kind.get(kind) or (config.get("rope_scaling") if kind == "full_attention" else None) or {}
+        values = config.values | {"rope_scaling": None, "rope_theta": theta, "rope_parameters": own}
+        ropes[kind], longest = rope_from_hf(HfConfig(values, config.prefix), head_dim, max_model_len)
+        served.append(longest)
+    return ropes, min(served)
 
 
 def _longest(kind: str, numbers: HfConfig, trained: int, original: int) -> int:

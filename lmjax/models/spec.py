@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lmjax.nn.norm import NormSpec
+
+__all__ = ["AttentionSpec", "DecoderSpec", "LayerSpec", "MlpSpec", "MoeSpec", "NormSpec", "RopeSpec", "group_layers"]
+
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -44,21 +48,30 @@ class AttentionSpec:
     index: int  # index of the layer within its KV group
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head's features, before rope
+    qk_norm: NormSpec | None = None  # of queries and keys, before rope
+    # what one mean is taken over: a head, with one weight for all heads; a head with a weight of its own; all heads
+    qk_norm_over: Literal["head", "own", "all"] = "head"
     window: int | None = None  # tokens a query sees, itself included; None: all
+    rope: int | None = 0  # which of ``DecoderSpec.ropes``; None: no rotary embedding
+    softmax_scale: float | None = None  # None: H ** -0.5
+    soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
+    clip: float | None = None  # queries, keys and values are clipped at it
+    sinks: bool = False  # a learned logit per head in the softmax's denominator
+    alibi: tuple[float, ...] = ()  # slopes of all heads of the model: logits += slope * (key - query position)
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """Gated MLP: ``down(act(gate(x)) * up(x))``."""
+    """``down(act(gate(x)) * up(x))``, or without a gate ``down(act(up(x)))``."""
 
     ffn: int  # F
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +85,23 @@ class MoeSpec:
     activation: Activation = "silu"
     normalise: bool = False  # the picked experts' weights are divided by their sum
     shared_ffn: int | None = None
+    bias: bool = False  # of the router and of every expert's matrices
+    # gate and up are clamped at it and the product is gate * sigmoid(1.702 gate) * (up + 1), as in GPT-OSS
+    limit: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
+    """``x += attention(norm(x)); x += mlp(norm(x))``, each of the four steps as the fields have it."""
+
     attention: AttentionSpec
     mlp: MlpSpec | MoeSpec
+    norm: NormSpec
+    pre_norm: bool = True  # of what goes into attention and into the MLP
+    post_norm: bool = False  # of what comes out of them
+    parallel: bool = False  # the MLP reads what attention reads, and both are added at once
+    shared_norm: bool = False  # parallel: one norm for both
+    residual_scale: float = 1.0  # of what is added
 
     @property
     def kind(self) -> LayerSpec:
@@ -87,18 +111,30 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A pre-norm decoder (RMSNorm, rotary attention, gated MLP or experts) of any mix of layers."""
+    """A decoder of any mix of layers, between an embedding and a head."""
 
     model_type: str
     hidden: int  # D
     vocab: int  # V, rows of the embedding
     layers: tuple[LayerSpec, ...]
-    rope: RopeSpec
-    norm_eps: float
+    ropes: tuple[RopeSpec, ...]  # layers name theirs by its index
+    norm: NormSpec  # before the head
     tie_embeddings: bool  # the head is the embedding
     max_len: int  # longest sequence to serve: max_model_len, or the model's own if that was None
     vocab_rows: int | None = None  # rows of embedding and head, if not V: padded, or one device's share
     stages: int = 1  # of a pipeline. With more than one ``layers`` are a stage's: all stages have the same kinds
+
+    positions: int | None = None  # rows of a learned table of positions, added to the embedding
+    embed_scale: float = 1.0  # of the embedding, in the weights' type
+    embed_norm: NormSpec | None = None  # after it
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+
+    @property
+    def rope(self) -> RopeSpec:
+        """The first one, of most models the only one."""
+        return self.ropes[0]
 
     @property
     def num_vocab_rows(self) -> int:

@@ -16,7 +16,7 @@ from pallas_kernels.platform import CPU, Backend, Target
 class Forms:
     """Other forms of the two ops whose loops have bounds known only at run time: what cannot be differentiated."""
 
-    attention: Callable[..., tuple[jax.Array, jax.Array]]  # as models.decoder.paged
+    attention: Callable[..., tuple[jax.Array, jax.Array]]  # as models.layer.paged
     moe: Callable[..., jax.Array]  # as nn.moe.moe_mlp
 
 
@@ -52,6 +52,12 @@ class Env:
     def sum(self, x: jax.Array) -> jax.Array:
         """x of all devices added up, in x's dtype: in float32 a decode step would send twice the bytes."""
         return x if self.axis is None else lax.psum(x, self.axis)
+
+    def once(self, x: jax.Array | None) -> jax.Array | None:
+        """x on the first device and zeros on the others: in a sum over all devices it counts once."""
+        if x is None or self.axis is None:
+            return x
+        return jnp.where(lax.axis_index(self.axis) == 0, x, jnp.zeros((), x.dtype))
 
     def gather(self, x: jax.Array) -> jax.Array:
         """[n, ...] of each device -> [devices * n, ...]."""

@@ -9,7 +9,8 @@ from jax import lax
 from lmjax.nn.linear import matmul
 from lmjax.nn.mlp import gated_mlp
 from lmjax.nn.weight import Dense
-from pallas_kernels.grouped_matmul import combine, default_block_rows, grouped_matmul, route
+from pallas_kernels.activation import ACTIVATIONS
+from pallas_kernels.grouped_matmul import Groups, combine, default_block_rows, grouped_matmul, route
 from pallas_kernels.platform import CPU, Target
 
 
@@ -24,6 +25,8 @@ def moe_mlp(
     normalise: bool,
     activation: str,
     first: int | jax.Array = 0,  # where the experts are spread over devices; the results then add up to the whole
+    router_bias: jax.Array | None = None,  # [E]
+    limit: float | None = None,  # the product is ``clamped_swiglu`` instead
     target: Target = CPU,
 ) -> jax.Array:
     """``sum_e p_e down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e -> [D, T] in x's dtype.
@@ -36,8 +39,11 @@ def moe_mlp(
         # XLA fuses the norm's last product into the router's matrix product and then makes a kernel of it for us, too
         x = lax.optimization_barrier(x)
     rows = x.T
+    scores = matmul(router, x).T
+    if router_bias is not None:
+        scores = scores + router_bias.astype(jnp.float32)[None, :]
     weights, groups = route(
-        matmul(router, x).T,
+        scores,
         num_tokens,
         top_k=top_k,
         normalise=normalise,
@@ -46,9 +52,35 @@ def moe_mlp(
         count=experts,
         target=target,
     )
-    h = grouped_matmul(rows, gate_up.weight, groups, activation=activation, target=target)
+    if gate_up.bias is None and limit is None:
+        h = grouped_matmul(rows, gate_up.weight, groups, activation=activation, target=target)
+    else:  # the kernel has no bias: what comes before the product is written out once
+        parts = grouped_matmul(rows, gate_up.weight.reshape(experts, -1, rows.shape[1]), groups, target=target)
+        h = _product(_biased(parts, gate_up.bias, groups), activation, limit)
     y = grouped_matmul(h, down.weight, groups, sorted_rows=True, target=target)
-    return combine(y, weights, groups).T
+    return combine(_biased(y, down.bias, groups), weights, groups).T
+
+
+def _biased(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array:
+    """y [M, N] plus each row's group's bias [G, ...], N numbers a group; undefined in blocks of no group."""
+    if bias is None:
+        return y
+    own = jnp.take(bias.reshape(bias.shape[0], -1), groups.block_groups, axis=0, mode="clip")  # [M / BM, N]
+    blocks = y.reshape(own.shape[0], -1, y.shape[1]).astype(jnp.float32) + own[:, None].astype(jnp.float32)
+    return blocks.reshape(y.shape).astype(y.dtype)
+
+
+def _product(parts: jax.Array, activation: str, limit: float | None) -> jax.Array:
+    """[M, 2 F], gate and up -> [M, F]."""
+    gate, up = jnp.split(parts.astype(jnp.float32), 2, axis=1)
+    y = ACTIVATIONS[activation](gate) * up if limit is None else clamped_swiglu(gate, up, limit)
+    return y.astype(parts.dtype)
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """``g sigmoid(1.702 g) (u + 1)`` with gate and up clamped (GPT-OSS's reference code); float32."""
+    gate, up = jnp.minimum(gate, jnp.float32(limit)), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(jnp.float32(1.702) * gate) * (up + 1.0)
 
 
 def shared_expert(gate: jax.Array, gate_up: Dense, down: Dense, x: jax.Array, activation: str) -> jax.Array:

@@ -68,7 +68,7 @@ class Adapter:
         self._by_name: dict[str, Any] = named_leaves(self._wanted)
         self._structure: Any = jax.tree.structure(self._wanted)
         self._wide = wide
-        sharding = self._by_name["norm"].sharding
+        sharding = self._by_name["embed"].sharding
         self._devices = list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else [device]
         # XLA:CPU's devices take the collectives of two programs that run at once for each other (runtime.device)
         self._one_at_a_time = len(self._devices) > 1 and device.platform == "cpu"

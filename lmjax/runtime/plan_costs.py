@@ -62,7 +62,7 @@ def weights_of(spec: DecoderSpec, dtype: str, degree: Degree) -> Weights:
             head += count
         elif ".experts." in name:
             experts.append((count, _picked(spec, name)))
-        elif name != "embed":
+        elif name not in ("embed", "positions"):
             dense += count
     return Weights(total, jnp.dtype(dtype).itemsize, dense, head, tuple(experts), spec.hidden)
 

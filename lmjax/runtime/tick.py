@@ -18,7 +18,6 @@ from jax import lax
 from lmjax.models import decoder
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import Env
-from lmjax.nn.norm import rms_norm
 from lmjax.parallel.rules import PP
 from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.forward import Pools, prompt_logprobs, take_tokens, unpack_batch
@@ -44,13 +43,14 @@ def make_tick(
         stage = lax.axis_index(PP)
         entering, here, leaving = (layout.split(packed[i]) for i in (0, stage, stages - 1))
         token_ids, tokens = take_tokens(entering, tokens)
-        x = jnp.where(stage == 0, decoder.embed(params, token_ids, env), hidden[0, : key.num_tokens].T)
+        entered = decoder.embed(params, spec, token_ids, entering["positions"], env)
+        x = jnp.where(stage == 0, entered, hidden[0, : key.num_tokens].T)
         own_tables = apply_patches(tables[0], here["patches"])
         batch = unpack_batch(here, token_ids, own_tables)
         x, pools = decoder.run_layers(jax.tree.map(lambda w: w[0], params.layers), spec, x, pools, batch, env)
 
         def from_last(columns: jax.Array) -> jax.Array:
-            normed = rms_norm(columns, params.norm, spec.norm_eps)
+            normed = decoder.final_norm(params, spec, columns)
             return lax.psum(jnp.where(stage == stages - 1, normed, jnp.zeros((), normed.dtype)), PP)
 
         def head(columns: jax.Array) -> jax.Array:

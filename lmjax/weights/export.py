@@ -56,9 +56,8 @@ def save_pretrained(
     for parameter, (made, names) in plan.items():
         value = np.asarray(leaves[parameter])
         for stage, (parts, tensors) in enumerate(zip(made.stages, names, strict=True)):
-            for part, name in zip(parts, tensors, strict=True):
-                tensor = extract(part, value[stage] if made.stacked else value)
-                held[name] = np.ascontiguousarray(tensor)
+            found = extract(parts, tensors, value[stage] if made.stacked else value)
+            held |= {name: np.ascontiguousarray(tensor) for name, tensor in found.items()}
         for file in [file for file, wanted in missing.items() if all(name in held for name in wanted)]:
             save_file({name: held.pop(name) for name in missing.pop(file)}, directory / file, metadata={"format": "pt"})
     if len(set(files.values())) > 1:

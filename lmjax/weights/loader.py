@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from lmjax.models import names as naming
+from lmjax.models.layout import AS_IT_IS, stored_tensor
 from lmjax.models.params import init_param, layer_of, map_named, named_leaves, param_specs, with_layer
 from lmjax.models.spec import DecoderSpec
 from lmjax.weights import gguf, safetensors
@@ -149,10 +150,10 @@ def _dummy(spec: DecoderSpec, dtype: str, seed: int) -> Callable[[Piece], np.nda
 
     def read(piece: Piece) -> np.ndarray:
         nonlocal latest
-        name, part = owners[piece.name]
+        name, parts = owners[piece.name]
         if latest is None or latest[0] != name:
             latest = name, init_param(name, params[name], dtype, seed)
-        tensor = part.extract(latest[1])
+        tensor = stored_tensor(parts, latest[1])
         if piece.rows:
             return tensor[slice(*piece.rows)]
         return tensor[..., slice(*piece.columns)] if piece.columns else tensor
@@ -168,7 +169,8 @@ def _open(source: ModelSource, spec: DecoderSpec, load_format: str) -> _Checkpoi
         raise WeightError(source.weights, f"is {kind}; --load-format {load_format} cannot read it")
     if source.kind == "gguf":
         return _Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, gguf.read_tensor)
-    return _Checkpoint(safetensors.read_directory(source.weights), naming.hf_names, safetensors.read_tensor)
+    infos = naming.with_prefix(safetensors.read_directory(source.weights), spec)
+    return _Checkpoint(infos, naming.hf_names, safetensors.read_tensor)
 
 
 def _check(checkpoint: _Checkpoint, source: ModelSource, spec: DecoderSpec) -> None:
@@ -182,7 +184,7 @@ def _check(checkpoint: _Checkpoint, source: ModelSource, spec: DecoderSpec) -> N
     if extra:
         raise WeightError(infos[extra[0]].file, f"{_some(extra)} unknown: the config has no place for them")
     supported = list(FLOATS) if source.kind == "hf" else gguf.dequantisable()
-    for name, (_, part) in wanted.items():
+    for name, (_, (part, *_)) in wanted.items():
         info = infos[name]
         if info.shape != part.shape:
             raise WeightError(
@@ -207,7 +209,7 @@ def _arrays(shares: list[_Share], read: Callable[[Piece], np.ndarray], dtype: np
 
     def values(piece: Piece) -> np.ndarray:
         key = piece.name, piece.rows, piece.columns
-        if len(shares) == 1:
+        if len(shares) == 1 and piece.view == AS_IT_IS:
             return read(piece)
         if key not in seen:
             seen[key] = read(piece)
@@ -216,7 +218,7 @@ def _arrays(shares: list[_Share], read: Callable[[Piece], np.ndarray], dtype: np
     out = []
     for share in shares:
         only = share.pieces[0] if len(share.pieces) == 1 else None
-        if only and not only.index and not only.heads and only.size == math.prod(share.shape):
+        if only and not only.index and not only.heads and only.view == AS_IT_IS and only.size == math.prod(share.shape):
             out.append(read(only).reshape(share.shape))
             continue
         array = aligned_empty(share.whole, dtype)

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from lmjax.models.names import Index, TensorPart, harmless, hf_names
+from lmjax.models.layout import AS_IT_IS, Take, TensorPart, as_index, as_take
+from lmjax.models.names import harmless, hf_names
 from lmjax.models.params import DecoderParams, layer_of, map_named, named_leaves, param_specs, with_layer
 from lmjax.models.spec import DecoderSpec
 from lmjax.weights.errors import WeightError
 
 Array = Any
-Place = tuple[int | tuple[int, int] | None, ...]  # by axis: an entry, a range, all. Hashable, as slices are not
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,10 @@ class Part:
     """
 
     shape: tuple[int, ...]  # of the tensor
-    index: Place
+    index: Take
     times: int = 1
     head: int = 1  # rows of one head, where times > 1
+    own: TensorPart | None = None  # where the tensor's numbers are in another order, or those of several parts
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,13 @@ class Made:
     def plain(self) -> bool:
         """The parameter is its one tensor as it is."""
         [*parts] = self.stages[0]
-        return not self.stacked and len(parts) == 1 and not parts[0].index and parts[0].shape == self.shape
+        return (
+            not self.stacked
+            and len(parts) == 1
+            and not parts[0].index
+            and parts[0].shape == self.shape
+            and not parts[0].own
+        )
 
 
 def to_hf(params: DecoderParams, spec: DecoderSpec) -> dict[str, Array]:
@@ -59,12 +67,12 @@ def to_hf(params: DecoderParams, spec: DecoderSpec) -> dict[str, Array]:
     that is neither.
     """
     wide = layout_of(params, spec)
-    leaves, out = named_leaves(params), {}
+    leaves = named_leaves(params)
+    out: dict[str, Array] = {}
     for parameter, (made, names) in making(spec, wide).items():
         for stage, tensors in enumerate(names):
             value = leaves[parameter][stage] if made.stacked else leaves[parameter]
-            for part, name in zip(made.stages[stage], tensors, strict=True):
-                out[name] = extract(part, value)
+            out |= extract(made.stages[stage], tensors, value)
     return {part.name: out[part.name] for parts in hf_names(spec).values() for part in parts}
 
 
@@ -108,18 +116,13 @@ def making(spec: DecoderSpec, wide: DecoderSpec) -> dict[str, tuple[Made, tuple[
 
 
 def _part(own: TensorPart, wide: TensorPart, shape: tuple[int, ...]) -> Part:
-    index = _place(wide.index)
-    if own.shape == wide.shape:
-        return Part(own.shape, index)
-    # [K, G + 2, H, ...]: rows of a head are H
-    return Part(own.shape, index, wide.shape[0] // own.shape[0], shape[2])
-
-
-def _place(index: Index) -> Place:
-    return tuple(
-        entry if isinstance(entry, int) else None if entry == slice(None) else (entry.start, entry.stop)
-        for entry in index
-    )
+    index = as_take(wide.index)
+    # without its index, which has slices, and its name: layers alike are converted by one program
+    turned = replace(own, name="", index=()) if own.view != AS_IT_IS or own.interleaved_heads else None
+    if own.own_shape == wide.own_shape:
+        return Part(own.shape, index, own=turned)
+    times = wide.own_shape[0] // own.own_shape[0]
+    return Part(own.shape, index, times, own.own_shape[0] * times // shape[0], turned)
 
 
 def build(made: Made, tensors: list[list[Array]]) -> Array:
@@ -137,13 +140,15 @@ def _join(parts: tuple[Part, ...], tensors: list[Array], shape: tuple[int, ...])
 
 
 def _repeat(part: Part, tensor: Array) -> Array:
+    if part.own:
+        tensor = part.own.in_order(tensor)
     if part.times == 1:
         return tensor
     heads = tensor.reshape(-1, part.head, *tensor.shape[1:])
     return jnp.repeat(heads, part.times, axis=0).reshape(-1, *tensor.shape[1:])
 
 
-def _concatenate(entries: list[tuple[Place, Array]], shape: tuple[int, ...]) -> Array:
+def _concatenate(entries: list[tuple[Take, Array]], shape: tuple[int, ...]) -> Array:
     """The array of ``shape`` in which each entry fills the place of its index. Together they fill it."""
     axis = next((i for i, entry in enumerate(entries[0][0]) if entry is not None), None)
     if axis is None:
@@ -151,7 +156,7 @@ def _concatenate(entries: list[tuple[Place, Array]], shape: tuple[int, ...]) -> 
         if tensor.size < math.prod(shape):
             return jnp.pad(tensor, [(0, shape[0] - tensor.shape[0]), *([(0, 0)] * (tensor.ndim - 1))])
         return tensor.reshape(shape)
-    groups: dict[tuple[int, int], list[tuple[Place, Array]]] = {}
+    groups: dict[tuple[int, int], list[tuple[Take, Array]]] = {}
     for index, tensor in entries:
         entry = index[axis]
         assert entry is not None
@@ -161,21 +166,43 @@ def _concatenate(entries: list[tuple[Place, Array]], shape: tuple[int, ...]) -> 
         _concatenate(group, (*shape[:axis], stop - start, *shape[axis + 1 :]))
         for (start, stop), group in sorted(groups.items(), key=lambda item: item[0])
     ]
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
+    xp = np if isinstance(pieces[0], np.ndarray) else jnp
+    return pieces[0] if len(pieces) == 1 else xp.concatenate(pieces, axis=axis)
 
 
-def extract(part: Part, parameter: Array) -> Array:
-    """The tensor back from the parameter (of one stage; numpy or jax)."""
-    value = parameter[tuple(_slice(entry) for entry in part.index)]
+def extract(parts: tuple[Part, ...], names: tuple[str, ...], parameter: Array) -> dict[str, Array]:
+    """The tensors back from the parameter (of one stage; numpy or jax)."""
+    found: dict[str, list[tuple[Part, Array]]] = {}
+    for part, name in zip(parts, names, strict=True):
+        found.setdefault(name, []).append((part, _extract(part, parameter)))
+    return {name: _stored(entries) for name, entries in found.items()}
+
+
+def _stored(entries: list[tuple[Part, Array]]) -> Array:
+    """A tensor of the checkpoint from all of its parts."""
+    part, value = entries[0]
+    own = part.own
+    if own is None or own.view == AS_IT_IS:
+        return value
+    view, stored = own.view, own.shape
+    shape = (*stored[:-2], stored[-1], stored[-2]) if view.transposed else stored
+    if view.rows:
+        rest = shape[-1:] if math.prod(shape) > math.prod(view.rows) else ()
+        taken = [(p.own.view.take, x) for p, x in entries if p.own]
+        value = _concatenate(taken, (*view.rows, *rest))
+    value = value.reshape(shape)
+    return value.swapaxes(-1, -2) if view.transposed else value
+
+
+def _extract(part: Part, parameter: Array) -> Array:
+    value = parameter[as_index(part.index)]
     if part.times > 1:
         value = value[:: part.times]
+    if part.own:
+        return part.own.extract(value)
     if value.size > math.prod(part.shape):
         value = value[: part.shape[0]]
     return value.reshape(part.shape)
-
-
-def _slice(entry: int | tuple[int, int] | None) -> int | slice:
-    return entry if isinstance(entry, int) else slice(*(entry or (None,)))
 
 
 def layout_of(params: DecoderParams, spec: DecoderSpec) -> DecoderSpec:
@@ -184,9 +211,8 @@ def layout_of(params: DecoderParams, spec: DecoderSpec) -> DecoderSpec:
     ``WeightError`` names the first parameter that is missing, has no place or the wrong shape.
     """
     leaves = {name: tuple(x.shape) for name, x in named_leaves(params).items()}
-    norm, embed = leaves.get("norm", ()), leaves.get("embed", ())
-    first = leaves.get("layers.0.attn.norm", ())
-    stages = first[0] if norm and len(first) == len(norm) + 1 else 1
+    embed, first = leaves.get("embed", ()), leaves.get("layers.0.attn.qkv.weight", ())
+    stages = first[0] if len(first) == 5 else 1
     layers = []
     for i, layer in enumerate(spec.layers[: -(-len(spec.layers) // stages)]):
         a, qkv = layer.attention, leaves.get(f"layers.{i}.attn.qkv.weight", ())

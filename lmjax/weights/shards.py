@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmjax.models.names import Index, TensorPart
+from lmjax.models.layout import AS_IT_IS, Index, TensorPart, View
 from lmjax.weights.safetensors import Range
 
 
@@ -15,7 +15,8 @@ from lmjax.weights.safetensors import Range
 class Piece:
     """``share[index]`` holds the ``rows`` (of axis 0) and ``columns`` (of the last axis) of a tensor; None: all.
 
-    ``heads``: of the rows, where the checkpoint stores them interleaved (see ``TensorPart``).
+    ``heads``: of the rows, where the checkpoint stores them interleaved, and ``rotary`` (see ``TensorPart``). Of a
+    tensor with a view all is read, and cut then: the part as ``whole``, of which ``cut`` of an axis.
     """
 
     name: str
@@ -24,6 +25,10 @@ class Piece:
     rows: Range | None = None
     columns: Range | None = None
     heads: int = 0
+    rotary: int = 0
+    view: View = AS_IT_IS
+    whole: tuple[int, ...] = ()
+    cut: tuple[int, Range] | None = None
 
     @property
     def size(self) -> int:
@@ -32,8 +37,11 @@ class Piece:
 
     def fill(self, share: np.ndarray, values: np.ndarray) -> None:
         """values: of ``shape``. Rows that the tensor does not have (a padded vocabulary) are set to zero."""
-        if self.heads:
-            values = TensorPart(self.name, self.shape, (), self.heads).in_order(values)
+        if self.heads or self.view != AS_IT_IS:
+            values = TensorPart(self.name, self.shape, (), self.heads, self.rotary, self.view).in_order(values)
+        if self.cut:
+            axis, (start, stop) = self.cut
+            values = values.reshape(self.whole)[(slice(None),) * axis + (slice(start, stop),)]
         target = share[self.index]
         if target.size == values.size:
             share[self.index] = values.reshape(target.shape)
@@ -52,7 +60,10 @@ def pieces(
     """
     cut = [axis for axis, (entry, n) in enumerate(zip(index, shape, strict=True)) if entry.indices(n)[:2] != (0, n)]
     if not cut:
-        return [Piece(p.name, w.index, p.shape, heads=p.interleaved_heads) for p, w in zip(parts, spread, strict=True)]
+        return [
+            Piece(p.name, w.index, p.shape, heads=p.interleaved_heads, rotary=p.rotary, view=p.view)
+            for p, w in zip(parts, spread, strict=True)
+        ]
     (axis,) = cut
     start, stop, _ = index[axis].indices(shape[axis])
     found = (_piece(p, w, axis, shape, (start, stop)) for p, w in zip(parts, spread, strict=True))
@@ -60,19 +71,52 @@ def pieces(
 
 
 def _piece(part: TensorPart, wide: TensorPart, axis: int, shape: tuple[int, ...], cut: Range) -> Piece | None:
+    if part.view != AS_IT_IS:
+        return _viewed(part, wide, axis, shape, cut)
     start, stop = cut
     entry = wide.index[axis] if axis < len(wide.index) else slice(None)
     if isinstance(entry, int):  # the tensor is one entry of that axis, an expert say
         if not start <= entry < stop:
             return None
         local = (*wide.index[:axis], entry - start, *wide.index[axis + 1 :])
-        return Piece(part.name, local, part.shape, heads=part.interleaved_heads)
+        return Piece(part.name, local, part.shape, heads=part.interleaved_heads, rotary=part.rotary)
     if axis == len(shape) - 1 and len(part.shape) > 1:
         return Piece(part.name, wide.index, (*part.shape[:-1], stop - start), columns=cut)
     rows = _rows(part.shape[0], wide.shape[0], shape[axis], cut)
     count = rows[1] - rows[0]
     heads = part.interleaved_heads * count // part.shape[0]
-    return Piece(part.name, wide.index, (count, *part.shape[1:]), rows=rows, heads=heads)
+    return Piece(part.name, wide.index, (count, *part.shape[1:]), rows=rows, heads=heads, rotary=part.rotary)
+
+
+def _viewed(part: TensorPart, wide: TensorPart, axis: int, shape: tuple[int, ...], cut: Range) -> Piece | None:
+    """``_piece`` of a part that is not whole rows of its tensor."""
+    start, stop = cut
+    entries = [wide.index[i] if i < len(wide.index) else slice(None) for i in range(len(shape))]
+    if isinstance(entry := entries[axis], int):
+        if not start <= entry < stop:
+            return None
+        index: Index = (*wide.index[:axis], entry - start, *wide.index[axis + 1 :])
+        return Piece(part.name, index, part.shape, heads=part.interleaved_heads, rotary=part.rotary, view=part.view)
+    target = [
+        len(range(*entry.indices(n))) for entry, n in zip(entries, shape, strict=True) if not isinstance(entry, int)
+    ]
+    at = axis - sum(isinstance(entry, int) for entry in entries[:axis])
+    # heads that are repeated: the tensor has fewer, and a device has one of them
+    times = math.prod(target) // math.prod(part.own_shape)
+    if times > 1 and part.own_shape[0] == wide.own_shape[0]:
+        raise ValueError(f"{part.name}: {part.own_shape} does not fit into {target}")
+    target[at] //= times
+    first = start // times
+    return Piece(
+        part.name,
+        wide.index,
+        part.shape,
+        heads=part.interleaved_heads,
+        rotary=part.rotary,
+        view=part.view,
+        whole=tuple(target),
+        cut=(at, (first, first + stop - start)),
+    )
 
 
 def _rows(have: int, wide: int, entries: int, cut: Range) -> Range:

@@ -29,6 +29,7 @@ def kv_write(
     q_norm: jax.Array | None = None,  # [H]  RMSNorm of every query head before rope, as in Qwen3
     k_norm: jax.Array | None = None,  # [H]
     eps: float = 1e-6,
+    plus_one: bool = False,  # the norms' factors are 1 + weight, as in Gemma
     kv_scales: jax.Array | None = None,  # float32 [L, 2, blocks, K, B]  of int8 and float8_e4m3fn pools, and only there
     target: Target = CPU,
     backend: Backend = "auto",
@@ -56,6 +57,7 @@ def kv_write(
         q_norm=q_norm,
         k_norm=k_norm,
         eps=eps,
+        plus_one=plus_one,
         kv_scales=kv_scales,
         target=target,
     )

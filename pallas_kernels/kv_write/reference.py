@@ -24,6 +24,7 @@ def kv_write_xla(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 1e-6,
+    plus_one: bool = False,
     kv_scales: jax.Array | None = None,
     target: Target = CPU,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -31,7 +32,7 @@ def kv_write_xla(
     kv_heads, group, dim, tokens = qkv.shape[0], qkv.shape[1] - 2, *qkv.shape[2:]
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+        q, k = rms_norm(q, q_norm, eps, plus_one), rms_norm(k, k_norm, eps, plus_one)
     if cos is not None and sin is not None:
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     q = q.reshape(kv_heads * group, dim, tokens).transpose(2, 0, 1)  # [T, N, H]

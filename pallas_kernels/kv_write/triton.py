@@ -27,6 +27,7 @@ class _Shape(NamedTuple):
     dim: int
     half: int  # R / 2, 0 without rotary embedding
     rows: int  # rows of a program
+    plus_one: bool  # of the norms
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -47,6 +48,7 @@ def kv_write_triton(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 1e-6,
+    plus_one: bool = False,
     kv_scales: jax.Array | None = None,
     target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -56,17 +58,23 @@ def kv_write_triton(
         inputs |= {"cos": cos, "sin": sin}
     if q_norm is not None and k_norm is not None:
         inputs |= {"q_norm": q_norm, "k_norm": k_norm}
-    return _call(inputs, pool, kv_scales, eps=eps, target=target)
+    return _call(inputs, pool, kv_scales, eps=eps, plus_one=plus_one, target=target)
 
 
-@partial(jax.jit, static_argnames=("eps", "target"))
+@partial(jax.jit, static_argnames=("eps", "plus_one", "target"))
 def _call(
-    inputs: dict[str, jax.Array], pool: jax.Array, kv_scales: jax.Array | None, *, eps: float, target: Target
+    inputs: dict[str, jax.Array],
+    pool: jax.Array,
+    kv_scales: jax.Array | None,
+    *,
+    eps: float,
+    plus_one: bool,
+    target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     kv_heads, heads, dim, tokens = inputs["qkv"].shape
     tile = write_tile(inputs["qkv"], pool, target)
     half = inputs["cos"].shape[0] if "cos" in inputs else 0
-    shape = _Shape(tokens, kv_heads, heads - 2, dim, half, tile["rows"])
+    shape = _Shape(tokens, kv_heads, heads - 2, dim, half, tile["rows"], plus_one)
     operands = {**inputs, "qkv": inputs["qkv"].transpose(3, 0, 1, 2).reshape(-1, dim)}
     if half:
         operands |= {"cos": inputs["cos"].T, "sin": inputs["sin"].T}  # [T, R / 2]
@@ -149,7 +157,12 @@ def _norm(
     for part, value in zip(s.parts, x, strict=True):
         d, inside = _features(part)
         q_weight, k_weight = (plt.load(refs[name].at[d], mask=inside, other=0) for name in ("q_norm", "k_norm"))
-        weight = jnp.where(is_q[:, None], q_weight, k_weight).astype(dtype).astype(jnp.float32)
+        weight = jnp.where(is_q[:, None], q_weight, k_weight)
+        if s.plus_one:
+            y = (value * factor * (weight.astype(jnp.float32) + 1.0)).astype(dtype).astype(jnp.float32)
+            out.append(jnp.where(is_v[:, None], value, y))
+            continue
+        weight = weight.astype(dtype).astype(jnp.float32)
         # the product of two 16-bit floats is exact in float32
         y = ((value * factor).astype(dtype).astype(jnp.float32) * weight).astype(dtype).astype(jnp.float32)
         out.append(jnp.where(is_v[:, None], value, y))

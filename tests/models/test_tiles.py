@@ -33,6 +33,8 @@ SMOLLM2 = CASES["llama_tied_gqa3"].config | {
 CONFIGS = {"smollm2": SMOLLM2} | {
     name: CASES[name].config for name in ("qwen3_moe", "qwen2_moe_window", "mistral_window", "llama_gelu_tanh")
 }
+# several ropes and soft caps; learned positions and none; ALiBi; sinks and experts with biases
+CONFIGS |= {name: CASES[name].config for name in ("gemma3", "gpt2", "bloom", "gpt_oss")}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 4), donate_argnums=2)
@@ -60,7 +62,7 @@ def make_batch(tokens: int, rows: list[tuple[np.ndarray, int, np.ndarray]]) -> B
 
 class Model:
     def __init__(self, config, env):
-        self.spec, self.env = spec_from_hf(config, 128), env
+        self.spec, self.env = spec_from_hf(config, min(128, config.get("n_positions", 128))), env
         self.params = decoder.init_params(self.spec, "float32")
         self.groups = decoder.kv_specs(self.spec, "float32")
 
@@ -100,10 +102,12 @@ WORK = (
 )
 
 
-SLOW = pytest.param("qwen2_moe_window", marks=pytest.mark.slow)
+SLOW = ("qwen2_moe_window", "gpt2", "bloom", "gpt_oss")
 
 
-@pytest.mark.parametrize("name", [SLOW if name == "qwen2_moe_window" else name for name in CONFIGS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS]
+)
 def test_bits_do_not_depend_on_the_step(name):
     model = Model(CONFIGS[name], Env(tile=CPU_TILE))
     first, *rest = (model.bits(*work, seed=i) for i, work in enumerate(WORK))

@@ -18,13 +18,14 @@ TARGET = Target("cuda", (9, 0), 132, interpret=True)
 LAYERS, LAYER, KV_HEADS, EPS = 2, 1, 2, 1e-3
 ROUNDING = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}  # of one operation on numbers near 1
 
+NORMS = ("q_norm", "k_norm")
 ONE_BYTE = ["float32/int8", "bfloat16/int8", "bfloat16/float8_e4m3fn"]  # the first shows the rounding to int8
 AXES = {
     "dtypes": ["float32/float32", "bfloat16/bfloat16", "float16/float32", *ONE_BYTE],
     "dim": [64, 80, 96, 128, 256],
     "group": [1, 3, 4, 8],
     "rotary": ["all", "half", "none"],
-    "norm": [False, True],
+    "norm": ["none", "weight", "plus one"],
     "block": [8, 16, 32],
     "tokens": [1, 7, 40],
 }
@@ -47,23 +48,24 @@ def make(case, seed=0):
     if case["rotary"] != "none":
         angle = rng.uniform(0, 6, ((dim if case["rotary"] == "all" else dim // 2) // 2, tokens))
         operands |= {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
-    if case["norm"]:
-        operands |= {k: rng.uniform(0.5, 1.5, dim).astype(np.float32) for k in ("q_norm", "k_norm")}
+    if case["norm"] != "none":
+        offset = case["norm"] == "plus one"
+        operands |= {k: (rng.uniform(0.5, 1.5, dim) - offset).astype(np.float32) for k in NORMS}
     if pool.dtype.itemsize == 1:
         operands["kv_scales"] = np.full(pool.shape[:-1], np.nan, np.float32)
     operands = {k: v if v is None else jnp.asarray(v) for k, v in operands.items()}
-    operands |= {k: operands[k].astype(q_dtype) for k in ("q_norm", "k_norm") if k in operands}
+    operands |= {k: operands[k].astype(q_dtype) for k in NORMS if k in operands}
     return jnp.asarray(x, q_dtype), jnp.asarray(pool), operands, real
 
 
-def expected(qkv, operands):
+def expected(qkv, operands, plus_one):
     """float64 q [T, N, H] and keys, values [2, T, K, H]."""
     x = np.asarray(qkv, np.float64)
     q, k, v = x[:, :-2], x[:, -2:-1], x[:, -1:]
 
     def ready(x, weight):
         if weight is not None:
-            x = x / np.sqrt((x * x).mean(2, keepdims=True) + EPS) * np.asarray(weight, np.float64)[:, None]
+            x = x / np.sqrt((x * x).mean(2, keepdims=True) + EPS) * (plus_one + np.asarray(weight, np.float64))[:, None]
         if operands["cos"] is not None:
             cos, sin = (np.asarray(operands[name], np.float64) for name in ("cos", "sin"))
             half = len(cos)
@@ -79,13 +81,14 @@ def expected(qkv, operands):
 def check(case):
     q_dtype, kv_dtype = case["dtypes"].split("/")
     qkv, pool, operands, real = make(case)
-    want_q, want_kv = expected(qkv, operands)
-    error = ROUNDING[q_dtype] * (3 if case["norm"] else 1)
+    plus_one = case["norm"] == "plus one"
+    want_q, want_kv = expected(qkv, operands, plus_one)
+    error = ROUNDING[q_dtype] * {"none": 1, "weight": 3, "plus one": 2}[case["norm"]]
     for target in (CPU, TARGET):
 
         @functools.partial(jax.jit, compiler_options=ragged.UNOPTIMISED)
         def body(qkv, pool, operands, target=target):
-            return kv_write(qkv, pool, layer=LAYER, eps=EPS, target=target, **operands)
+            return kv_write(qkv, pool, layer=LAYER, eps=EPS, plus_one=plus_one, target=target, **operands)
 
         q, after, scales = body(qkv, pool, operands)
         assert q.dtype == qkv.dtype and after.dtype == pool.dtype

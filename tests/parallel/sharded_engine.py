@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from lmjax import LLM, SamplingParams
+from tests import tiny
 from tests.fakes import run_requests
 from tests.fixtures import write_tokenizer
 from tests.parallel.sharded_forward import COMMON, MODELS
@@ -82,9 +83,10 @@ def smollm2(cases: list[str]) -> None:
 def family(name: str, case: str, how: str) -> None:
     """A family's random weights: greedy tokens and their log-probabilities."""
     path = Path(tempfile.mkdtemp())
-    config = {**COMMON, **MODELS[name], "vocab_size": 600, "bos_token_id": 0, "eos_token_id": 0}
+    config = {**COMMON, **MODELS[name]} if name in MODELS else tiny.CASES[name].config
+    config = config | {"vocab_size": 600, "bos_token_id": 0, "eos_token_id": 0}
     if "x" in case:
-        config |= {"num_hidden_layers": LAYERS, "mlp_only_layers": []}
+        config |= {"n_layer" if "n_layer" in config else "num_hidden_layers": LAYERS, "mlp_only_layers": []}
     write_tokenizer(path)
     (path / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(3)

@@ -16,7 +16,8 @@ from lmjax.parallel import split
 from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.parallel.rules import LOGITS, POOL, REPLICATED
 from pallas_kernels.platform import CPU
-from tests.models.driver import Driver
+from tests import tiny
+from tests.models.driver import COMPILER_OPTIONS, Driver, params_from
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -64,6 +65,11 @@ QWEN_MOE = {
 MODELS = {"llama": LLAMA, "smol": SMOL, "mixtral": MIXTRAL, "qwen2_moe": QWEN_MOE}
 
 
+def spec_of(model: str):
+    """Of ``MODELS`` or of tests/tiny.py."""
+    return spec_from_hf({**COMMON, **MODELS[model]} if model in MODELS else tiny.CASES[model].config, None)
+
+
 def spread_params(params, spec, wide, placement):
     """The parameters of one device laid out for many: KV heads repeated, the vocabulary padded with NaN."""
     tp = placement.size
@@ -76,9 +82,12 @@ def spread_params(params, spec, wide, placement):
                 times = tp // kv_heads
                 q, kv = x[:, :-2], np.repeat(x[:, -2:], times, axis=0)
                 x = np.concatenate([q.reshape(tp, -1, *q.shape[2:]), kv], axis=1)
-        elif name in ("embed", "head"):
+        elif name.endswith(("attn.q_norm", "attn.k_norm")) and x.ndim > 1:  # by heads
+            heads = wide.layers[0].attention.kv_heads
+            x = np.repeat(x, heads // len(x), axis=0) if x.ndim == 2 else x.reshape(heads, -1, x.shape[-1])
+        elif name in ("embed", "head", "head_bias"):
             pad = wide.num_vocab_rows - len(x)
-            x = np.pad(x, ((0, pad), (0, 0)), constant_values=np.nan)
+            x = np.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1)), constant_values=np.nan)
         return jax.device_put(x, NamedSharding(placement.mesh, pspec))
 
     specs = placement.params(wide)
@@ -110,6 +119,7 @@ class ShardedDriver(Driver):
                 check_vma=False,
             ),
             donate_argnums=1,
+            compiler_options=COMPILER_OPTIONS,
         )
 
     def _run(self, batch):
@@ -125,8 +135,8 @@ def work(seed):
 
 
 def worst_error(model: str, tp: int, expert_parallel: bool) -> float:
-    spec = spec_from_hf({**COMMON, **MODELS[model]}, None)
-    params = init_params(spec, "float32", 1)
+    spec = spec_of(model)
+    params = init_params(spec, "float32", 1) if model in MODELS else params_from(tiny.tensors(model), spec)
     wide = split.spread(spec, split.Degree(tp, 1, expert_parallel))
     placement = Placement(make_mesh(jax.devices()[:tp]), expert_parallel)
     alone = Driver(params, spec)

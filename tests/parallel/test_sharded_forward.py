@@ -10,13 +10,21 @@ import pytest
 
 from lmjax.models.registry import spec_from_hf
 from lmjax.parallel import split
+from tests import tiny_families
 from tests.parallel import sharded_forward
 
 CASES = ["llama:8:tp", "smol:3:tp", "mixtral:4:ep", "qwen2_moe:4:tp"]
 MORE = ["llama:2:tp", "mixtral:8:tp", "qwen2_moe:2:ep"]
+# one for each mechanism: soft caps, QK-norm over all heads, several ropes, ALiBi, sinks and experts with biases, ...
+FAMILIES = ["gemma2:2:tp", "gemma3:4:tp", "olmo2:4:tp", "gptj:2:tp", "bloom:2:tp", "gpt_oss:2:tp", "gpt_oss:2:ep"]
+OTHERS = [f"{name}:2:tp" for name in tiny_families.FAMILIES if f"{name}:2:tp" not in FAMILIES]
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"])
+@pytest.mark.parametrize(
+    "cases",
+    [CASES, FAMILIES, pytest.param(MORE, marks=pytest.mark.slow), pytest.param(OTHERS, marks=pytest.mark.slow)],
+    ids=["some", "families", "more", "other families"],
+)
 def test_equals_one_device(cases):
     """In a process of its own: the number of CPU devices is fixed when JAX starts."""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}

@@ -23,7 +23,12 @@ from lmjax.weights.source import resolve_model
 from tests import tiny
 
 FAMILIES = ("llama_tied_gqa3", "llama_mha_bias", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen2_moe")
-GOLDENS = Path(__file__).parents[1] / "goldens" / "tiny.npz"
+OTHERS = ("phi3", "gpt2", "falcon_new", "gptj", "gpt_oss")
+GOLDENS = {
+    key: value
+    for file in ("tiny", "families")
+    for key, value in np.load(Path(__file__).parents[1] / "goldens" / f"{file}.npz").items()
+}
 
 
 def params_of(name, dtype="float32", degree=None):
@@ -33,7 +38,9 @@ def params_of(name, dtype="float32", degree=None):
     return from_hf(tensors, spec, degree and split.spread(spec, degree)), tensors
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in FAMILIES), ("qwen3_moe", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in FAMILIES + OTHERS), ("qwen3_moe", "bfloat16")]
+)
 def test_the_loader_reads_it_bit_by_bit(name, dtype, tmp_path):
     params, tensors = params_of(name, dtype)
     config = tiny.CASES[name].config
@@ -87,7 +94,7 @@ def test_what_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch (the extra oracle)")
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_moe"])
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS, "qwen3_moe"])
 def test_transformers_computes_the_goldens_from_it(name, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
@@ -98,8 +105,7 @@ def test_transformers_computes_the_goldens_from_it(name, tmp_path):
         tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    goldens = np.load(GOLDENS)
     for i, (ids, at) in enumerate(zip(tiny.prompts(name), tiny.stored_positions(name), strict=True)):
         with torch.no_grad():
             logits = model(torch.tensor(ids, dtype=torch.long)[None], use_cache=False).logits[0]
-        np.testing.assert_allclose(logits[torch.tensor(at, dtype=torch.long)], goldens[f"{name}/{i}"], atol=2e-5)
+        np.testing.assert_allclose(logits[torch.tensor(at, dtype=torch.long)], GOLDENS[f"{name}/{i}"], atol=2e-5)

@@ -10,6 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lmjax.models.params import abstract_params, named_leaves
 from lmjax.models.registry import spec_from_hf
@@ -17,6 +18,7 @@ from lmjax.weights import loader
 from lmjax.weights.errors import WeightError
 from lmjax.weights.loader import load_params
 from lmjax.weights.source import resolve_model
+from tests import tiny
 from tests.weights.checkpoints import LLAMA, QWEN2, QWEN3, tensors, write_gguf, write_hf
 
 BIASED = LLAMA | {"attention_bias": True, "mlp_bias": True}
@@ -161,6 +163,17 @@ def test_untied_head_missing(tmp_path):
     weights = tensors(LLAMA)
     del weights["lm_head.weight"]
     fails(write_hf(tmp_path, LLAMA, weights), "lm_head.weight", "missing", "tie_word_embeddings is false")
+
+
+def test_names_without_their_prefix(tmp_path):
+    """As in the checkpoints of GPT-2 and BLOOM on the hub, which hold a causal mask, too."""
+    path, spec = tiny.write("gpt2", tmp_path), spec_from_hf(tiny.CASES["gpt2"].config, None)
+    expected = named_leaves(load_params(resolve_model(str(path)), spec, "float32"))
+    short = {name.removeprefix("transformer."): x for name, x in tiny.tensors("gpt2").items()}
+    save_file(short | {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.uint8)}, path / "model.safetensors")
+    found = named_leaves(load_params(resolve_model(str(path)), spec, "float32"))
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
 def test_harmless_tensors_are_passed_over(tmp_path):

@@ -16,6 +16,7 @@ from lmjax.weights.loader import load_params
 from lmjax.weights.pytree import from_hf, layout_of, to_hf
 from lmjax.weights.source import resolve_model
 from tests import tiny
+from tests.models.driver import params_from
 from tests.parallel import sharded_forward
 from tests.weights.test_shards import spread_by_hand
 
@@ -33,12 +34,17 @@ def equal(got, want):
         np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# tensors that hold several parts, in another order or transposed, and parameters that Llama has not
+OTHER_LAYOUTS = ("phi3", "gpt2", "falcon_new", "gptj", "cohere", "stablelm_parallel", "bloom", "gpt_oss", "gemma3")
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHER_LAYOUTS])
 def test_the_tensors_of_every_family(name, tmp_path):
     tensors, spec = tiny.tensors(name), spec_from_hf(tiny.CASES[name].config, None)
     loaded = load_params(resolve_model(str(tiny.write(name, tmp_path))), spec, "float32")
     params = from_hf(tensors, spec)
     equal(params, loaded)
+    equal(params_from(tensors, spec), loaded)
     equal(jax.jit(lambda t: from_hf(t, spec))(tensors), loaded)
     for back in (to_hf(params, spec), jax.jit(lambda p: to_hf(p, spec))(params), to_hf(jax.device_get(params), spec)):
         equal(dict(sorted(back.items())), dict(sorted(tensors.items())))
@@ -88,6 +94,24 @@ def test_the_layout_of_a_mesh(model, degree):
             own = with_layer(name, stage * len(wide.layers) + layer)
             want = spread_by_hand(name, have[own], spec, one) if own in have else np.zeros_like(got[stage])
             np.testing.assert_array_equal(got[stage], want, err_msg=own)
+    equal(dict(sorted(to_hf(params, spec).items())), dict(sorted(tensors.items())))
+
+
+@pytest.mark.parametrize(
+    ("name", "degree"),
+    [
+        ("falcon", split.Degree(4)),  # one KV head on four devices
+        ("cohere2", split.Degree(4)),  # rotary pairs turned, KV heads repeated
+        ("olmo2", split.Degree(4)),  # and their norms with them
+        ("phi3", split.Degree(2, 2)),
+        ("bloom", split.Degree(2)),
+    ],
+)
+def test_other_layouts_spread(name, degree):
+    tensors, spec = tiny.tensors(name), spec_from_hf(tiny.CASES[name].config, None)
+    wide = split.spread(spec, degree)
+    params = jax.jit(lambda t: from_hf(t, spec, wide))(tensors)
+    assert layout_of(params, spec) == wide
     equal(dict(sorted(to_hf(params, spec).items())), dict(sorted(tensors.items())))
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lmjax.models import names as naming
+from lmjax.models.layout import stored_tensor
 from lmjax.models.params import named_leaves, param_specs
-from lmjax.models.registry import spec_from_hf
 from lmjax.parallel import split
 from lmjax.parallel.rules import partition_specs
 from lmjax.weights.shards import pieces
@@ -23,28 +23,42 @@ CASES = [
     ("mixtral", 8, False),
     ("qwen2_moe", 2, True),
     ("qwen2_moe", 4, False),
+    # tensors of several parts, or in another order: read whole, then cut
+    ("phi3", 2, False),
+    ("falcon", 4, False),  # one KV head: on all devices
+    ("falcon_new", 2, False),
+    ("gpt2", 2, False),
+    ("gptj", 2, False),
+    ("cohere", 2, False),
+    ("cohere2", 4, False),
+    ("olmo2", 4, False),
+    ("gpt_oss", 2, False),
+    ("gpt_oss", 4, True),
 ]
 
 
 def spread_by_hand(name: str, x: np.ndarray, spec, wide) -> np.ndarray:
     """KV heads repeated, the vocabulary padded with zeros: of the whole parameter."""
     a, heads = spec.layers[0].attention, wide.layers[0].attention.kv_heads
+    if name.endswith(("attn.q_norm", "attn.k_norm")) and a.qk_norm_over != "head" and heads > a.kv_heads:
+        repeated = np.repeat(x, heads // a.kv_heads, axis=0)
+        return x.reshape(heads, -1, x.shape[-1]) if name.endswith("q_norm") else repeated
     if ".qkv." in name and heads > a.kv_heads:
         q = x[:, :-2].reshape(heads, -1, *x.shape[2:])
         return np.concatenate([q, np.repeat(x[:, -2:], heads // a.kv_heads, axis=0)], axis=1)
-    if name in ("embed", "head"):
-        return np.pad(x, ((0, wide.num_vocab_rows - len(x)), (0, 0)))
+    if name in ("embed", "head", "head_bias"):
+        return np.pad(x, ((0, wide.num_vocab_rows - len(x)), *[(0, 0)] * (x.ndim - 1)))
     return x
 
 
 @pytest.mark.parametrize("case", [(naming.hf_names, *c) for c in CASES] + [(naming.gguf_names, *c) for c in CASES[:3]])
 def test_shares_are_cuts_of_the_whole(case):
     named, model, tp, expert_parallel = case
-    spec = spec_from_hf({**sharded_forward.COMMON, **sharded_forward.MODELS[model]}, None)
+    spec = sharded_forward.spec_of(model)
     wide = split.spread(spec, split.Degree(tp, 1, expert_parallel))
     rng = np.random.default_rng(0)
     params = {n: rng.normal(size=p.shape).astype(np.float32) for n, p in named_leaves(param_specs(spec)).items()}
-    tensors = {part.name: part.extract(params[n]) for n, parts in named(spec).items() for part in parts}
+    tensors = {key: stored_tensor(parts, params[n]) for key, (n, parts) in naming.by_tensor(named(spec)).items()}
     cuts = named_leaves(partition_specs(wide, expert_parallel))
     shapes = {n: p.shape for n, p in named_leaves(param_specs(wide)).items()}
     num_cut = 0

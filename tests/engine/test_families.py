@@ -1,0 +1,34 @@
+"""Families with other layers than Llama's through the whole engine, prompts of several lengths at once, against
+transformers' greedy tokens (tests/goldens/families.npz)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmjax import LLM, SamplingParams
+from tests import tiny, tiny_families
+from tests.fixtures import write_tokenizer
+
+GOLDENS = np.load(Path(__file__).parent.parent / "goldens" / "families.npz")
+QUICK = ("gemma3", "gpt2")  # compiling takes the time
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in tiny_families.GREEDY]
+)
+def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    write_tokenizer(tiny.write(name, tmp_path))
+    prompts = [ids.tolist() for ids in tiny.prompts(name)]
+    params = SamplingParams(temperature=0.0, max_tokens=tiny.CASES[name].greedy, ignore_eos=True)
+    # chunks of 8 tokens, and blocks behind a window are used again
+    llm = LLM(str(tmp_path), max_num_seqs=4, max_num_batched_tokens=8, num_gpu_blocks_override=40)
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        llm.close()
+    for i, output in enumerate(outputs):
+        assert GOLDENS[f"{name}/gap/{i}"] > 1e-4
+        assert output.outputs[0].token_ids == GOLDENS[f"{name}/greedy/{i}"].tolist()
