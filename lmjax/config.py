@@ -13,6 +13,7 @@ class ConfigError(ValueError):
     """A setting is wrong; one line that names the flag, the value and what is allowed."""
 
 
+QUANTIZATIONS = ("int8", "fp8", "int4")
 BACKENDS = ("auto", "xla", "triton", "mosaic")
 
 
@@ -35,6 +36,14 @@ class EngineConfig:
     load_format: str = _opt("auto", "how weights are read", ("auto", "safetensors", "gguf", "dummy"))
     dtype: str = _opt(
         "auto", "weights' and activations' type; auto: float32 on a CPU", ("auto", "float32", "bfloat16", "float16")
+    )
+    quantization: str | None = _opt(
+        None, "quantise the layers' matrices while loading (a quantised checkpoint needs no flag)", QUANTIZATIONS
+    )
+    quantized_weights: str = _opt(
+        "auto",
+        "quantised matrices in memory: as they are, or as --dtype again; auto: packed on a GPU, dequantized on a CPU",
+        ("auto", "packed", "dequantized"),
     )
     max_model_len: int | None = _opt(None, "longest prompt + reply in tokens (default: the model's own)")
     hf_overrides: dict[str, Any] = _opt({}, "JSON object merged over the model's config.json")
@@ -111,7 +120,7 @@ class EngineConfig:
         """Checks what can be checked without the model. Returns self."""
         for f in fields(self):
             choices, value = f.metadata["choices"], getattr(self, f.name)
-            if choices and value not in choices:
+            if choices and value not in choices and not (value is None and f.default is None):
                 raise ConfigError(f"{flag(f.name)}: got {value!r}, must be one of {', '.join(choices)}")
         positive = (
             "block_size max_model_len kv_cache_memory_bytes num_gpu_blocks_override max_num_seqs "

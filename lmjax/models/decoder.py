@@ -277,7 +277,7 @@ def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_token
         target=env.target,
     )
     if p.shared is not None:
-        y = y + shared_expert(p.shared.gate, p.shared.gate_up, p.shared.down, x, m.activation)
+        y = y + shared_expert(p.shared.gate, p.shared.gate_up, p.shared.down, x, m.activation, env.target)
     return env.sum(y)
 
 
@@ -294,7 +294,7 @@ def _attention(
     """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
     tokens = x.shape[-1]
     attend = env.forms.attention if env.forms else paged
-    o, pool = attend(linear(p.qkv, x), p, a, pool, step, index, eps, env)
+    o, pool = attend(linear(p.qkv, x, env), p, a, pool, step, index, eps, env)
     # The next layer's write has to wait for this read: else XLA:CPU cannot update the one-array pool in place and
     # copies all of it several times a step. The residual makes it wait; the barrier states it.
     o, pool = lax.optimization_barrier((o, pool))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lmjax.nn.packing import Packing
+
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -78,6 +80,7 @@ class MoeSpec:
 class LayerSpec:
     attention: AttentionSpec
     mlp: MlpSpec | MoeSpec
+    packing: tuple[tuple[str, Packing], ...] = ()  # of its matrices that are not plain floats ("attn.qkv.weight")
 
     @property
     def kind(self) -> LayerSpec:

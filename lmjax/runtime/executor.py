@@ -121,7 +121,7 @@ def build_executor(
 def _functional(resolved: Resolved) -> dict[str, Any] | None:
     if resolved.num_devices > 1:
         return None
-    return {"spec": make_spec(resolved.source, resolved.config.max_model_len), "env": resolved.env}
+    return {"spec": resolved.model_spec(resolved.config.max_model_len), "env": resolved.env}
 
 
 def build_follower(config: EngineConfig, progress: Progress | None = None) -> Follower:
