@@ -13,6 +13,7 @@ class ConfigError(ValueError):
     """A setting is wrong; one line that names the flag, the value and what is allowed."""
 
 
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 QUANTIZATIONS = ("int8", "fp8", "int4")
 BACKENDS = ("auto", "xla", "triton", "mosaic")
 
@@ -54,7 +55,7 @@ class EngineConfig:
     seed: int = _opt(0, "seed of the dummy weights, and of requests that give none")
     # KV cache
     block_size: int = _opt(16, "tokens per KV block")
-    kv_cache_dtype: str = _opt("auto", "type of the KV cache", ("auto", "float32", "bfloat16", "float16"))
+    kv_cache_dtype: str = _opt("auto", "type of the KV cache; int8 and fp8: with a scale a token and head", KV_DTYPES)
     gpu_memory_utilization: float = _opt(0.9, "share of a GPU's memory that lmjax may use")
     kv_cache_memory_bytes: int | None = _opt(None, "size of the KV pool in bytes (default: from free memory)")
     num_gpu_blocks_override: int | None = _opt(None, "number of usable KV blocks, instead of measuring")

@@ -39,7 +39,15 @@ from pallas_kernels.paged_attention import paged_attention
 
 __all__ = ["abstract_params", "embed", "forward", "init_params", "kv_specs", "logits", "pool_shape", "run_layers"]
 
-Pools = tuple[jax.Array, ...]  # one a KV group, [layers, 2, blocks, K, B, H]
+
+class ScaledPool(NamedTuple):
+    """A pool of 1-byte elements: stored number * scale = value."""
+
+    values: jax.Array  # [layers, 2, blocks, K, B, H]
+    scales: jax.Array  # float32 [layers, 2, blocks, K, B]
+
+
+Pools = tuple[Any, ...]  # for each KV group [layers, 2, blocks, K, B, H], or a ScaledPool
 
 
 def kv_specs(spec: DecoderSpec, dtype: str) -> tuple[KVSpec, ...]:
@@ -68,6 +76,20 @@ def kv_specs(spec: DecoderSpec, dtype: str) -> tuple[KVSpec, ...]:
 def pool_shape(kv_spec: KVSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
     """[L, 2, blocks, K, B, H] of one KV group's pool; ``num_blocks`` includes the null block 0."""
     return (len(kv_spec.layers), 2, num_blocks, kv_spec.kv_heads, block_size, kv_spec.k_dim)
+
+
+def abstract_pool(kv_spec: KVSpec, num_blocks: int, block_size: int) -> Any:
+    """A KV group's pool as ``jax.ShapeDtypeStruct``."""
+    shape = pool_shape(kv_spec, num_blocks, block_size)
+    values = jax.ShapeDtypeStruct(shape, jnp.dtype(kv_spec.dtype))
+    if not kv_spec.scaled:
+        return values
+    return ScaledPool(values, jax.ShapeDtypeStruct(shape[:-1], jnp.float32))  # type: ignore[arg-type]
+
+
+def _parts(pool: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The elements of a pool, and their scales if it has some."""
+    return pool if isinstance(pool, ScaledPool) else (pool, None)
 
 
 def forward(
@@ -128,7 +150,7 @@ def _layer_by_layer(
         x, pool = found
         own = batch_of_tile(batch, first, tile)
         own_rope = jax.tree.map(lambda table: columns_of(table, first, tile), rope)
-        step = Step(own, own_rope, _write_targets(own, pool.shape[4]))
+        step = Step(own, own_rope, _write_targets(own, _parts(pool)[0].shape[4]))
         y, pool = _layer(
             params.layers[i],
             columns_of(x, first, tile),
@@ -163,7 +185,7 @@ def run_layers(
     step = Step(
         batch=batch,
         rope=_rope(spec, batch),
-        targets=_write_targets(batch, pools[0].shape[4]),
+        targets=_write_targets(batch, _parts(pools[0])[0].shape[4]),
     )
     layer_ids = _layer_ids(spec, batch)
     state = list(pools)
@@ -241,14 +263,14 @@ def _write_targets(batch: Batch, block_size: int) -> list[tuple[jax.Array, jax.A
 def _layer(
     p: LayerParams,
     x: jax.Array,
-    pool: jax.Array,
+    pool: Any,
     step: Step,
     index: jax.Array,
     *,
     kind: LayerSpec,
     eps: float,
     env: Env,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """The layer at ``index`` of its KV group: residual x [D, T] and the group's pool -> the same, updated."""
     h = rms_norm(x, p.attn.norm, eps)
     o, pool = _attention(p.attn, kind.attention, h, pool, step, index, eps, env)
@@ -285,12 +307,12 @@ def _attention(
     p: AttentionParams,
     a: AttentionSpec,
     x: jax.Array,
-    pool: jax.Array,
+    pool: Any,
     step: Step,
     index: jax.Array,
     eps: float,
     env: Env,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
     tokens = x.shape[-1]
     attend = env.forms.attention if env.forms else paged
@@ -305,19 +327,20 @@ def paged(
     qkv: jax.Array,
     p: AttentionParams,
     a: AttentionSpec,
-    pool: jax.Array,
+    pool: Any,
     step: Step,
     index: jax.Array,
     eps: float,
     env: Env,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """qkv [K, G + 2, H, T] -> (attended values [T, N, H], the pool with the step's keys and values)."""
     batch = step.batch
     block_ids, offsets = step.targets[a.group]
     cos, sin = step.rope
-    q, pool, _ = kv_write(
+    values, scales = _parts(pool)
+    q, values, scales = kv_write(
         qkv,
-        pool,
+        values,
         cos=cos,
         sin=sin,
         layer=index,
@@ -326,12 +349,13 @@ def paged(
         q_norm=p.q_norm,
         k_norm=p.k_norm,
         eps=eps,
+        kv_scales=scales,
         target=env.target,
         backend="xla" if env.attention == "xla" else "auto",
     )
     o = paged_attention(
         q,
-        pool,
+        values,
         layer=index,
         block_tables=batch.block_tables[a.group],
         token_rows=batch.token_rows,
@@ -344,8 +368,9 @@ def paged(
         num_tokens=batch.num_tokens,
         scale=a.scale,
         window=a.window,
+        kv_scales=scales,
         one_token_rows=env.tile is not None,
         target=env.target,
         backend=env.attention,
     )
-    return o, pool
+    return o, values if scales is None else ScaledPool(values, scales)

@@ -134,14 +134,14 @@ def resolve(
         spec = spread_spec(spec, placement.degree)
     if config.deterministic:
         env = replace(env, tile=tile_width(env.target))
-    dtype = _dtype(config, source, platform)
+    dtype, kv_dtype = _dtype(config, source, platform), config.kv_cache_dtype
     resolved = Resolved(
         config=config,
         source=source,
         platform=platform,
         spec=spec,
         dtype=dtype,
-        kv_specs=decoder.kv_specs(spec, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
+        kv_specs=decoder.kv_specs(spec, {"auto": dtype, "fp8": "float8_e4m3fn"}.get(kv_dtype, kv_dtype)),
         num_seqs=config.max_num_seqs or (256 if platform == "gpu" else 64),
         num_batched=_token_budget(config, spec, platform, env),
         env=env,
@@ -171,6 +171,8 @@ def _check_kernels(resolved: Resolved) -> None:
         try:
             choose_attention(q, pool, target=env.target, backend=env.attention)
         except NotImplementedError as error:
+            if kv.scaled and env.attention == "auto":
+                raise ConfigError(f"--kv-cache-dtype: got {resolved.config.kv_cache_dtype}: {error}") from error
             raise ConfigError(f"--attention-backend: got {env.attention}: {error}") from error
 
 
