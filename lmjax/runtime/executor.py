@@ -56,6 +56,7 @@ from lmjax.runtime.ranks import (
 )
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
 from lmjax.weights.given import NOTHING, Given
+from lmjax.weights.packing import packings
 from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.platform import Target, device_target
 
@@ -113,6 +114,7 @@ def build_executor(
         ),
         monitor=CompileMonitor(config.require_warm),
         adapter=made.adapter,
+        packed=bool(packings(spec)),
         from_files=given.source is None,
         functional=_functional(resolved),
     )

@@ -21,6 +21,7 @@ from lmjax.weights.packing import packings
 from lmjax.weights.quant import layout_of
 from lmjax.weights.safetensors import read_directory
 from lmjax.weights.source import resolve_model
+from scripts import quantize
 from tests.models.driver import Driver
 from tests.weights import quantised
 from tests.weights.checkpoints import tensors, write_gguf
@@ -171,3 +172,31 @@ def test_files_that_are_not_what_the_config_says(tmp_path):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightError, match=r"scales has shape \[4, 128\], must be \[8, 128\]"):
         loaded(path)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_the_script_writes_what_quantising_at_load_gives(kind, tmp_path):
+    _, plain = quantised.write(tmp_path, "fp8-static")
+    (plain / "tokenizer.json").write_text("{}")
+    assert quantize.main([str(plain), str(tmp_path / "out"), "--quantization", kind]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    want, got = loaded(plain, quantization=kind, quantized_weights="packed"), None
+    got = loaded(tmp_path / "out", quantized_weights="packed")
+    assert len(packings(got[1])) == 8
+    floats = [named_leaves(loaded(p, **how)[0]) for p, how in ((plain, {"quantization": kind}), (tmp_path / "out", {}))]
+    for name, leaf in floats[0].items():
+        np.testing.assert_array_equal(leaf, floats[1][name], err_msg=name)
+    for name, leaf in named_leaves(want[0]).items():
+        np.testing.assert_array_equal(
+            np.asarray(leaf).astype(np.float32), np.asarray(named_leaves(got[0])[name]).astype(np.float32), err_msg=name
+        )
+    sizes = [sum(f.stat().st_size for f in p.glob("*.safetensors")) for p in (plain, tmp_path / "out")]
+    assert sizes[1] < sizes[0] / 2
+
+
+def test_the_script_says_what_is_wrong(tmp_path, capsys):
+    path, plain = quantised.write(tmp_path, "fp8-static")
+    assert quantize.main([str(path), str(tmp_path / "out"), "--quantization", "int8"]) == 1
+    assert quantize.main([str(plain), str(path), "--quantization", "int8"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert "is quantised already" in errors[0] and "must be a new or empty directory" in errors[1]
