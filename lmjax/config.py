@@ -13,6 +13,8 @@ class ConfigError(ValueError):
     """A setting is wrong; one line that names the flag, the value and what is allowed."""
 
 
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
+QUANTIZATIONS = ("int8", "fp8", "int4")
 BACKENDS = ("auto", "xla", "triton", "mosaic")
 
 
@@ -36,6 +38,14 @@ class EngineConfig:
     dtype: str = _opt(
         "auto", "weights' and activations' type; auto: float32 on a CPU", ("auto", "float32", "bfloat16", "float16")
     )
+    quantization: str | None = _opt(
+        None, "quantise the layers' matrices while loading (a quantised checkpoint needs no flag)", QUANTIZATIONS
+    )
+    quantized_weights: str = _opt(
+        "auto",
+        "quantised matrices in memory: as they are, or as --dtype again; auto: packed on a GPU, dequantized on a CPU",
+        ("auto", "packed", "dequantized"),
+    )
     max_model_len: int | None = _opt(None, "longest prompt + reply in tokens (default: the model's own)")
     hf_overrides: dict[str, Any] = _opt({}, "JSON object merged over the model's config.json")
     generation_config: str = _opt(
@@ -45,7 +55,7 @@ class EngineConfig:
     seed: int = _opt(0, "seed of the dummy weights, and of requests that give none")
     # KV cache
     block_size: int = _opt(16, "tokens per KV block")
-    kv_cache_dtype: str = _opt("auto", "type of the KV cache", ("auto", "float32", "bfloat16", "float16"))
+    kv_cache_dtype: str = _opt("auto", "type of the KV cache; int8 and fp8: with a scale a token and head", KV_DTYPES)
     gpu_memory_utilization: float = _opt(0.9, "share of a GPU's memory that lmjax may use")
     kv_cache_memory_bytes: int | None = _opt(None, "size of the KV pool in bytes (default: from free memory)")
     num_gpu_blocks_override: int | None = _opt(None, "number of usable KV blocks, instead of measuring")
@@ -111,7 +121,7 @@ class EngineConfig:
         """Checks what can be checked without the model. Returns self."""
         for f in fields(self):
             choices, value = f.metadata["choices"], getattr(self, f.name)
-            if choices and value not in choices:
+            if choices and value not in choices and not (value is None and f.default is None):
                 raise ConfigError(f"{flag(f.name)}: got {value!r}, must be one of {', '.join(choices)}")
         positive = (
             "block_size max_model_len kv_cache_memory_bytes num_gpu_blocks_override max_num_seqs "

@@ -84,6 +84,7 @@ PLAN = (
 COMPILE = (Option("autotune_results", str, "file that such a card has dumped (XLA's autotune results)"),)
 SIZING = (
     *("model", "revision", "download_dir", "hf_overrides", "dtype", "kv_cache_dtype", "max_model_len", "block_size"),
+    *("quantization", "quantized_weights"),
     *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_logprobs"),
     *("max_num_batched_tokens", "enable_chunked_prefill", "attention_backend", "tensor_parallel_size"),
     *("pipeline_parallel_size", "enable_expert_parallel", "swap_space", "logprobs_mode", "deterministic"),

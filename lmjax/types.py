@@ -249,8 +249,15 @@ class KVSpec:
     def item_bytes(self) -> int:
         return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}[self.dtype]
 
-    def bytes_per_token(self) -> int:
-        return len(self.layers) * self.kv_heads * (self.k_dim + self.v_dim) * self.item_bytes
+    @property
+    def scaled(self) -> bool:
+        """Elements of 1 byte: a float32 scale a token, head and side beside them."""
+        return self.item_bytes == 1
+
+    def bytes_per_token(self, scales: bool = True) -> int:
+        """scales: with those of 1-byte elements."""
+        of_scales = 2 * 4 if scales and self.scaled else 0
+        return len(self.layers) * self.kv_heads * ((self.k_dim + self.v_dim) * self.item_bytes + of_scales)
 
 
 @dataclass(slots=True, frozen=True)

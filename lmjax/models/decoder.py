@@ -16,6 +16,7 @@ from jax import lax
 
 from lmjax.models.layer import Step, run_layer
 from lmjax.models.params import DecoderParams, LayerParams, abstract_params, init_params
+from lmjax.models.pools import abstract_pool, block_size_of, pool_shape
 from lmjax.models.rope import inverse_frequencies
 from lmjax.models.spec import DecoderSpec, RopeSpec
 from lmjax.nn.batch import Batch
@@ -28,6 +29,7 @@ from lmjax.types import KVSpec
 
 __all__ = [
     "abstract_params",
+    "abstract_pool",
     "embed",
     "final_norm",
     "forward",
@@ -38,7 +40,8 @@ __all__ = [
     "run_layers",
 ]
 
-Pools = tuple[jax.Array, ...]  # one a KV group, [layers, 2, blocks, K, B, H]
+
+Pools = tuple[Any, ...]  # one a KV group, see ``models.pools``
 
 
 def kv_specs(spec: DecoderSpec, dtype: str) -> tuple[KVSpec, ...]:
@@ -62,11 +65,6 @@ def kv_specs(spec: DecoderSpec, dtype: str) -> tuple[KVSpec, ...]:
             )
         )
     return tuple(out)
-
-
-def pool_shape(kv_spec: KVSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """[L, 2, blocks, K, B, H] of one KV group's pool; ``num_blocks`` includes the null block 0."""
-    return (len(kv_spec.layers), 2, num_blocks, kv_spec.kv_heads, block_size, kv_spec.k_dim)
 
 
 def forward(
@@ -127,7 +125,7 @@ def _layer_by_layer(
         x, pool = found
         own = batch_of_tile(batch, first, tile)
         own_ropes = jax.tree.map(lambda table: columns_of(table, first, tile), ropes)
-        step = Step(own, own_ropes, _write_targets(own, pool.shape[4]))
+        step = Step(own, own_ropes, _write_targets(own, block_size_of(pool)))
         y, pool = run_layer(
             params.layers[i],
             columns_of(x, first, tile),
@@ -161,7 +159,7 @@ def run_layers(
     step = Step(
         batch=batch,
         ropes=_ropes(spec, batch),
-        targets=_write_targets(batch, pools[0].shape[4]),
+        targets=_write_targets(batch, block_size_of(pools[0])),
     )
     layer_ids = _layer_ids(spec, batch)
     state = list(pools)

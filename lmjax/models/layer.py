@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lmjax.models.params import AttentionParams, LayerParams, MlpParams, MoeParams
+from lmjax.models.pools import ScaledPool, parts_of
 from lmjax.models.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from lmjax.nn.batch import Batch
 from lmjax.nn.env import Env
@@ -42,13 +43,13 @@ class Heads(NamedTuple):
 def run_layer(
     p: LayerParams,
     x: jax.Array,
-    pool: jax.Array,
+    pool: Any,
     step: Step,
     index: jax.Array,
     *,
     kind: LayerSpec,
     env: Env,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """The layer at ``index`` of its KV group: residual x [D, T] and the group's pool -> the same, updated."""
     num_tokens = step.batch.num_tokens
     h = normed(x, p.attn.norm, kind.norm) if kind.pre_norm else x
@@ -95,7 +96,7 @@ def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_token
         target=env.target,
     )
     if p.shared is not None:
-        y = y + shared_expert(p.shared.gate, p.shared.gate_up, p.shared.down, x, m.activation)
+        y = y + shared_expert(p.shared.gate, p.shared.gate_up, p.shared.down, x, m.activation, env.target)
     return env.sum(y)
 
 
@@ -103,15 +104,15 @@ def _attention(
     p: AttentionParams,
     a: AttentionSpec,
     x: jax.Array,
-    pool: jax.Array,
+    pool: Any,
     step: Step,
     index: jax.Array,
     env: Env,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
     tokens = x.shape[-1]
     attend = env.forms.attention if env.forms else paged
-    qkv = linear(p.qkv, x)
+    qkv = linear(p.qkv, x, env)
     if a.clip is not None:
         qkv = jnp.clip(qkv, -a.clip, a.clip)
     qkv, heads = _heads(qkv, p, a, env)
@@ -139,18 +140,19 @@ def paged(
     qkv: jax.Array,
     heads: Heads,
     a: AttentionSpec,
-    pool: jax.Array,
+    pool: Any,
     step: Step,
     index: jax.Array,
     env: Env,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """qkv [K, G + 2, H, T] -> (attended values [T, N, H], the pool with the step's keys and values)."""
     batch = step.batch
     block_ids, offsets = step.targets[a.group]
     cos, sin = (None, None) if a.rope is None else step.ropes[a.rope]
-    q, pool, _ = kv_write(
+    values, scales = parts_of(pool)
+    q, values, scales = kv_write(
         qkv,
-        pool,
+        values,
         cos=cos,
         sin=sin,
         layer=index,
@@ -160,12 +162,13 @@ def paged(
         k_norm=heads.k_norm,
         eps=0.0 if a.qk_norm is None else a.qk_norm.eps,
         plus_one=a.qk_norm is not None and a.qk_norm.plus_one,
+        kv_scales=scales,
         target=env.target,
         backend="xla" if env.attention == "xla" else "auto",
     )
     o = paged_attention(
         q,
-        pool,
+        values,
         layer=index,
         block_tables=batch.block_tables[a.group],
         token_rows=batch.token_rows,
@@ -181,11 +184,12 @@ def paged(
         soft_cap=a.soft_cap,
         sinks=None if heads.sinks is None else heads.sinks.astype(jnp.float32),
         alibi=slopes(a, env),
+        kv_scales=scales,
         one_token_rows=env.tile is not None,
         target=env.target,
         backend=env.attention,
     )
-    return o, pool
+    return o, values if scales is None else ScaledPool(values, scales)
 
 
 def slopes(a: AttentionSpec, env: Env) -> jax.Array | None:

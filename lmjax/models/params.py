@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +15,8 @@ from flax import struct
 
 from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec, NormSpec
 from lmjax.nn.norm import LayerNorm
-from lmjax.nn.weight import Dense
+from lmjax.nn.packing import Packing
+from lmjax.nn.weight import Dense, Quantized
 
 # Norms: an array, that of an RMSNorm, or a ``LayerNorm``; None where the layer has none at that place.
 
@@ -88,6 +89,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
+    dtype: str | None = None  # None: the model's
 
     @property
     def fan_in(self) -> int:
@@ -98,7 +100,9 @@ def param_specs(spec: DecoderSpec) -> DecoderParams:
     """The tree with a ``ParamSpec`` at every leaf. With pipeline stages a layer's leaves are those of the layers at its
     place in all stages: [stages, ...]."""
     d, v = spec.hidden, spec.num_vocab_rows
-    layers = tuple(LayerParams(attn=_attention(layer, d), mlp=_mlp(layer, d)) for layer in spec.layers)
+    layers = tuple(
+        _packed(LayerParams(attn=_attention(layer, d), mlp=_mlp(layer, d)), layer.packing) for layer in spec.layers
+    )
     return DecoderParams(
         embed=ParamSpec((v, d), ("vocab", "embed")),
         layers=layers if spec.stages == 1 else jax.tree.map(partial(_of_all_stages, spec.stages), layers),
@@ -111,7 +115,23 @@ def param_specs(spec: DecoderSpec) -> DecoderParams:
 
 
 def _of_all_stages(stages: int, p: ParamSpec) -> ParamSpec:
-    return ParamSpec((stages, *p.shape), ("stages", *p.axes), p.init)
+    return replace(p, shape=(stages, *p.shape), axes=("stages", *p.axes))
+
+
+def _packed(layer: LayerParams, packing: tuple[tuple[str, Packing], ...]) -> LayerParams:
+    kept = dict(packing)
+    return map_named(lambda name, p: _quantized(p, kept[name]) if name in kept else p, layer)
+
+
+def _quantized(p: ParamSpec, packing: Packing) -> Quantized:
+    """Of a matrix [*out, in]."""
+    out, columns, axes, in_axis = p.shape[:-1], p.shape[-1], p.axes[:-1], p.axes[-1]
+    stored = columns // 2 if packing.kind == "int4" else columns
+    scale = ParamSpec(out, axes, dtype=packing.scale_dtype)
+    if packing.group:
+        scale = ParamSpec((columns // packing.group, *out), (in_axis, *axes), dtype=packing.scale_dtype)
+    values = ParamSpec((stored, *out), (in_axis, *axes), dtype=packing.values_dtype)
+    return Quantized(values, scale, scale if packing.zero else None, packing)  # type: ignore[arg-type]
 
 
 def _norm(norm: NormSpec, size: int) -> Any:
@@ -193,7 +213,9 @@ def _dense(out: tuple[int, ...], fan_in: int, out_axes: tuple[str | None, ...], 
 def abstract_params(spec: DecoderSpec, dtype: str) -> DecoderParams:
     """The tree with a ``jax.ShapeDtypeStruct`` at every leaf; dtype: ``float32``, ``bfloat16`` or ``float16``."""
     kind = jnp.dtype(dtype)
-    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, kind), param_specs(spec))
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype) if p.dtype else kind), param_specs(spec)
+    )
 
 
 def init_params(spec: DecoderSpec, dtype: str, seed: int = 0) -> DecoderParams:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lmjax.nn.norm import NormSpec
+from lmjax.nn.packing import Packing
 
 __all__ = ["AttentionSpec", "DecoderSpec", "LayerSpec", "MlpSpec", "MoeSpec", "NormSpec", "RopeSpec", "group_layers"]
 
@@ -102,6 +103,7 @@ class LayerSpec:
     parallel: bool = False  # the MLP reads what attention reads, and both are added at once
     shared_norm: bool = False  # parallel: one norm for both
     residual_scale: float = 1.0  # of what is added
+    packing: tuple[tuple[str, Packing], ...] = ()  # of its matrices that are not plain floats ("attn.qkv.weight")
 
     @property
     def kind(self) -> LayerSpec:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lmjax.nn.env import Env
 from lmjax.nn.linear import matmul
 from lmjax.nn.mlp import gated_mlp
 from lmjax.nn.weight import Dense
@@ -83,7 +84,10 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     return gate * jax.nn.sigmoid(jnp.float32(1.702) * gate) * (up + 1.0)
 
 
-def shared_expert(gate: jax.Array, gate_up: Dense, down: Dense, x: jax.Array, activation: str) -> jax.Array:
-    """``sigmoid(gate @ x)`` times a gated MLP: gate [1, D], gate_up [2, F, D], down [D, F], x [D, T] -> [D, T]."""
+def shared_expert(
+    gate: jax.Array, gate_up: Dense, down: Dense, x: jax.Array, activation: str, target: Target = CPU
+) -> jax.Array:
+    """``sigmoid(gate @ x)`` times a gated MLP: gate [1, D], gate_up [2, F, D], down [D, F], x [D, T] -> [D, T]. Of a
+    share of F the results add up."""
     mix = jax.nn.sigmoid(matmul(gate, x))  # float32 [1, T]
-    return (mix * gated_mlp(gate_up, down, x, activation).astype(jnp.float32)).astype(x.dtype)
+    return (mix * gated_mlp(gate_up, down, x, activation, Env(target)).astype(jnp.float32)).astype(x.dtype)

@@ -41,7 +41,7 @@ class Device:
     def __init__(
         self,
         params: Any,
-        pools: tuple[jax.Array, ...],
+        pools: tuple[Any, ...],
         state: DeviceState,
         programs: dict[Hashable, Any],
         host_blocks: tuple[int, ...] = (),
@@ -59,7 +59,7 @@ class Device:
         # what the forward moves on beside pools and tokens: block tables, and in a pipeline hidden states
         self._moved = [state.tables] if state.hidden is None else [state.tables, state.hidden]
         self._programs = programs
-        devices: Any = pools[0].sharding.device_set
+        devices: Any = jax.tree.leaves(pools)[0].sharding.device_set
         # XLA:CPU's devices take the collectives of two programs that run at once for each other, and wait for ever
         self._one_at_a_time = len(devices) > 1 and next(iter(devices)).platform == "cpu"
         self.waited = 0.0  # seconds in ``run`` for that
@@ -139,7 +139,7 @@ class Device:
     def sleep(self, level: int) -> None:
         """Frees the pools; level 2: weights and places on the host, too. Nothing may be on its way. What others hold
         of the weights stays theirs."""
-        for pool in self._pools:
+        for pool in jax.tree.leaves(self._pools):
             pool.block_until_ready()
             pool.delete()
         self._pools = ()

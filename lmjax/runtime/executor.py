@@ -56,6 +56,7 @@ from lmjax.runtime.ranks import (
 )
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
 from lmjax.weights.given import NOTHING, Given
+from lmjax.weights.packing import packings
 from lmjax.weights.source import ModelSource, resolve_model
 from lmjax.weights.trees import check_names
 from pallas_kernels.platform import Target, device_target
@@ -114,6 +115,7 @@ def build_executor(
         ),
         monitor=CompileMonitor(config.require_warm),
         adapter=made.adapter,
+        packed=bool(packings(spec)),
         from_files=given.source is None,
         functional=_functional(resolved),
     )
@@ -122,7 +124,7 @@ def build_executor(
 def _functional(resolved: Resolved) -> dict[str, Any] | None:
     if resolved.num_devices > 1:
         return None
-    return {"spec": make_spec(resolved.source, resolved.config.max_model_len), "env": resolved.env}
+    return {"spec": resolved.model_spec(resolved.config.max_model_len), "env": resolved.env}
 
 
 def build_follower(config: EngineConfig, progress: Progress | None = None) -> Follower:

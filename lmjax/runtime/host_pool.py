@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _TIMED = 4  # transfers each way at the start
 
-Staging = list[dict[jax.Device, np.ndarray]]  # per group and local device: [L, 2, SWAP_BATCH, K, B, H]
+Staging = list[dict[jax.Device, np.ndarray]]  # per array and local device: [L, 2, SWAP_BATCH, K, B, H]
 
 
 class HostPool:
@@ -27,64 +27,70 @@ class HostPool:
     What leaves the device is copied into its place when it has arrived: later, unless somebody needs it. What goes
     back is gathered in a staging buffer first, so a place may be written again at once.
 
+    A group's pool is one array, or two: elements of 1 byte and their scales [L, 2, blocks, K, B].
+
     Of a pipeline, ``pairs`` have one more axis in front, [stages, G, SWAP_BATCH, 2]: a stage's devices have their own.
     """
 
-    def __init__(self, pools: tuple[jax.Array, ...], num_blocks: tuple[int, ...]) -> None:
+    def __init__(self, pools: tuple[Any, ...], num_blocks: tuple[int, ...]) -> None:
         """pools: the device's, [L, 2, blocks, K, B, H]; num_blocks: places of each group, the null block included."""
-        self._shardings = [pool.sharding for pool in pools]
-        self._shapes = [(*pool.shape[:2], SWAP_BATCH, *pool.shape[3:]) for pool in pools]
-        self._places: list[dict[jax.Device, np.ndarray]] = []  # per group and local device: [places, L, 2, K, B, H]
-        for pool, n in zip(pools, num_blocks, strict=True):
-            shapes = {shard.device: shard.data.shape for shard in pool.addressable_shards}
-            self._places.append({d: np.empty((n, *s[:2], *s[3:]), pool.dtype) for d, s in shapes.items()})
+        self._groups = [g for g, pool in enumerate(pools) for _ in jax.tree.leaves(pool)]  # of each array
+        arrays, self._tree = jax.tree.flatten(pools)
+        places = [num_blocks[g] for g in self._groups]
+        self._shardings = [array.sharding for array in arrays]
+        self._shapes = [(*array.shape[:2], SWAP_BATCH, *array.shape[3:]) for array in arrays]
+        self._places: list[dict[jax.Device, np.ndarray]] = []  # per array and local device: [places, L, 2, K, B, H]
+        for array, n in zip(arrays, places, strict=True):
+            shapes = {shard.device: shard.data.shape for shard in array.addressable_shards}
+            self._places.append({d: np.empty((n, *s[:2], *s[3:]), array.dtype) for d, s in shapes.items()})
         self._stages = {  # which part of the layers a device has
-            shard.device: (shard.index[0].start or 0) // shard.data.shape[0] for shard in pools[0].addressable_shards
+            shard.device: (shard.index[0].start or 0) // shard.data.shape[0] for shard in arrays[0].addressable_shards
         }
-        self._arriving: list[tuple[tuple[Any, ...], np.ndarray]] = []  # arrays, and the places they go to
+        self._arriving: list[tuple[list[Any], np.ndarray]] = []  # arrays, and the places they go to
         self._staged: list[tuple[Staging, Any]] = []  # and an array that is ready when it was read; None: not asked yet
 
-    def keep(self, blocks: tuple[jax.Array, ...], pairs: np.ndarray) -> None:
+    def keep(self, blocks: tuple[Any, ...], pairs: np.ndarray) -> None:
         """blocks: [L, 2, SWAP_BATCH, K, B, H] a group, on their way; pairs: int32 [G, SWAP_BATCH, 2] of (block, place),
         place 0: none."""
-        for group in blocks:
-            group.copy_to_host_async()
-        self._arriving.append((blocks, _by_stage(pairs)[..., 1].copy()))
+        arrays = jax.tree.leaves(blocks)
+        for array in arrays:
+            array.copy_to_host_async()
+        self._arriving.append((arrays, _by_stage(pairs)[..., 1].copy()))
         while len(self._arriving) > MOST_WAITING:
             self._land()
 
     def land_ready(self) -> None:
         """Puts in place what has arrived."""
-        while self._arriving and all(group.is_ready() for group in self._arriving[0][0]):
+        while self._arriving and all(array.is_ready() for array in self._arriving[0][0]):
             self._land()
 
     def _land(self) -> None:
         """Waits for the transfer that was started first."""
-        blocks, places = self._arriving.pop(0)
-        for g, (group, there) in enumerate(zip(blocks, self._places, strict=True)):
-            for shard in group.addressable_shards:
+        arrays, places = self._arriving.pop(0)
+        for g, array, there in zip(self._groups, arrays, self._places, strict=True):
+            for shard in array.addressable_shards:
                 data, kept = np.asarray(shard.data), there[shard.device]
                 for i, place in enumerate(places[self._stages[shard.device], g].tolist()):
                     if place:
                         kept[place] = data[:, :, i]
 
-    def stage(self, pairs: np.ndarray) -> tuple[jax.Array, ...]:
+    def stage(self, pairs: np.ndarray) -> tuple[Any, ...]:
         """The places of ``pairs`` (int32 [G, SWAP_BATCH, 2] of (place, block)) as arrays for the device,
         [L, 2, SWAP_BATCH, K, B, H] a group; what is padding may hold anything. ``staged`` follows."""
         places = _by_stage(pairs)[..., 0]
         self._wait_for(places)
         staging = self._staging()
         found = []
-        for g in range(len(staging)):
-            for device, buffer in staging[g].items():
-                kept = self._places[g][device]
+        for n, g in enumerate(self._groups):
+            for device, buffer in staging[n].items():
+                kept = self._places[n][device]
                 for i, place in enumerate(places[self._stages[device], g].tolist()):
                     if place:
                         buffer[:, :, i] = kept[place]
-            arrays = [jax.device_put(buffer, device) for device, buffer in staging[g].items()]
-            found.append(jax.make_array_from_single_device_arrays(self._shapes[g], self._shardings[g], arrays))
+            arrays = [jax.device_put(buffer, device) for device, buffer in staging[n].items()]
+            found.append(jax.make_array_from_single_device_arrays(self._shapes[n], self._shardings[n], arrays))
         self._staged.append((staging, None))
-        return tuple(found)
+        return jax.tree.unflatten(self._tree, found)
 
     def staged(self, done: jax.Array) -> None:
         """done: ready when the program that reads what was staged last has run."""

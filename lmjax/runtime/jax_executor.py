@@ -64,9 +64,11 @@ class JaxExecutor:
         adapter: Adapter | None = None,
         from_files: bool = True,
         functional: dict[str, Any] | None = None,
+        packed: bool = False,
     ):
         """adapter: takes weights from memory; None: they are spread over processes. from_files: those of the start.
-        functional: see ``LLM.functional``."""
+        functional: see ``LLM.functional``. packed: some weights are kept quantised."""
+        self._packed = packed
         self.functional = functional
         self.info = info
         self.model_info = model_info
@@ -166,6 +168,11 @@ class JaxExecutor:
         """``tree`` (see ``weights.trees.read_tree``) in the layout, type and sharding of ``params``; nothing else
         changes. names: those given at the start, if None. Raises ``WeightError``, and ``ConfigError`` on several hosts.
         """
+        if self._packed:
+            raise ConfigError(
+                "params: this engine keeps its weights quantised, and takes new ones from files "
+                "(or as a tree like LLM.params)"
+            )
         if self._adapter is None:
             raise ConfigError("params: this engine's weights are spread over several processes (--nnodes)")
         return self._adapter.adapt(tree, names)

@@ -63,8 +63,8 @@ def read_weights(resolved: Resolved, source: ModelSource, load_format: str, prog
     config, spread = resolved.config, None
     if resolved.placement:
         spread = Spread(resolved.spec, resolved.shapes((), resolved.spec.max_len).params())
-    spec = make_spec(resolved.source, config.max_model_len)
-    return load_params(source, spec, resolved.dtype, load_format, config.seed, progress, spread)
+    spec = resolved.model_spec(config.max_model_len)
+    return load_params(source, spec, resolved.dtype, load_format, config.seed, progress, spread, config.quantization)
 
 
 def load_beside(resolved: Resolved, num_sharing: int, free: Callable[[], int], path: str | None) -> Loaded:

@@ -191,7 +191,7 @@ def _choose_blocks(
 
 
 def _overflows(spec: KVSpec, num_blocks: int, size: int) -> bool:
-    num_bytes = num_blocks * size * spec.bytes_per_token()
+    num_bytes = num_blocks * size * spec.bytes_per_token(scales=False)
     return spec.item_bytes == 1 and NARROW_POOL < num_bytes <= WIDE_POOL
 
 
@@ -201,7 +201,7 @@ def _without_overflow(specs: tuple[KVSpec, ...], blocks: Callable[[int], tuple[i
         wrong = [s for n, s in zip(blocks(full), specs, strict=True) if _overflows(s, n, size)]
         if not wrong:
             return full
-        full = min(full - 1, *(NARROW_POOL // (size * spec.bytes_per_token()) - 1 for spec in wrong))
+        full = min(full - 1, *(NARROW_POOL // (size * spec.bytes_per_token(scales=False)) - 1 for spec in wrong))
     return full
 
 

@@ -29,15 +29,13 @@ class Weights:
     """
 
     total: int
-    item_bytes: int
+    bytes: int
+    item_bytes: int  # of embedding, head, and activations
     dense: int
+    dense_bytes: int
     head: int
     experts: tuple[tuple[int, float], ...]
     hidden: int
-
-    @property
-    def bytes(self) -> int:
-        return self.total * self.item_bytes
 
     def flops(self, tokens: int, rows: int) -> float:
         chosen = sum(n * share for n, share in self.experts)
@@ -46,17 +44,21 @@ class Weights:
     def bytes_read(self, tokens: int) -> float:
         """An expert is read if any token picks it; picks are taken as independent and even."""
         used = sum(n * (1 - (1 - share) ** tokens) for n, share in self.experts)
-        return self.item_bytes * (self.dense + self.head + used + tokens * self.hidden)
+        return self.dense_bytes + self.item_bytes * (self.head + used + tokens * self.hidden)
 
 
 def weights_of(spec: DecoderSpec, dtype: str, degree: Degree) -> Weights:
     """spec: what all devices hold together (``parallel.split.spread``)."""
     places = named_leaves(partition_specs(spec, degree.expert_parallel))
     sizes = {TP: degree.tp, PP: degree.pp}
-    total = dense = head = 0
+    total = num_bytes = dense = dense_bytes = head = 0
     experts = []
     for name, param in named_leaves(param_specs(spec)).items():
         count = math.prod(param.shape) // num_shares(places[name], sizes)
+        size = count * jnp.dtype(param.dtype or dtype).itemsize
+        num_bytes += size
+        if param.dtype is not None:  # of a packed matrix; scales are not counted
+            count = 0 if not name.endswith(".values") else 2 * count if param.dtype == "uint8" else count
         total += count
         if name == "head" or (name == "embed" and spec.tie_embeddings):
             head += count
@@ -64,7 +66,8 @@ def weights_of(spec: DecoderSpec, dtype: str, degree: Degree) -> Weights:
             experts.append((count, _picked(spec, name)))
         elif name not in ("embed", "positions"):
             dense += count
-    return Weights(total, jnp.dtype(dtype).itemsize, dense, head, tuple(experts), spec.hidden)
+            dense_bytes += size
+    return Weights(total, num_bytes, jnp.dtype(dtype).itemsize, dense, dense_bytes, head, tuple(experts), spec.hidden)
 
 
 def _picked(spec: DecoderSpec, name: str) -> float:

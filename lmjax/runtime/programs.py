@@ -61,16 +61,16 @@ class Shapes:
     def num_groups(self) -> int:
         return len(self.kv_specs)
 
-    def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def pools(self) -> tuple[Any, ...]:
         return self._pools(self.num_blocks)
 
-    def swapped(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def swapped(self) -> tuple[Any, ...]:
         """Blocks on their way between the pools and the host."""
         return self._pools((SWAP_BATCH,) * self.num_groups)
 
-    def _pools(self, num_blocks: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def _pools(self, num_blocks: tuple[int, ...]) -> tuple[Any, ...]:
         pools = tuple(
-            jax.ShapeDtypeStruct(decoder.pool_shape(kv, blocks, self.block_size), jnp.dtype(kv.dtype))
+            decoder.abstract_pool(kv, blocks, self.block_size)
             for kv, blocks in zip(self.kv_specs, num_blocks, strict=True)
         )
         return self.placement.place(pools, POOL) if self.placement else pools

@@ -20,8 +20,10 @@ from lmjax.parallel.split import Degree, SplitError, spread
 from lmjax.runtime.buckets import GPU_SAMPLERS, SAMPLERS, Buckets, ForwardKey
 from lmjax.runtime.compiler import Program, compile_all
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
+from lmjax.runtime.quantization import packed_spec
 from lmjax.runtime.state import COPY_BATCH, MOST_WAITING, SWAP_BATCH
 from lmjax.types import KVSpec
+from lmjax.weights.quant import without
 from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.paged_attention import choose as choose_attention
 
@@ -92,8 +94,13 @@ class Resolved:
             processed_logprobs=self.processed_logprobs,
         )
 
-    def _spec(self, max_model_len: int) -> DecoderSpec:
+    def model_spec(self, max_model_len: int | None) -> DecoderSpec:
+        """The model's own, not spread over devices."""
         spec = make_spec(self.source, max_model_len)
+        return packed_spec(spec, self.config, self.source, self.platform, self.env.target, self.degree)
+
+    def _spec(self, max_model_len: int) -> DecoderSpec:
+        spec = self.model_spec(max_model_len)
         return self.placement.spread(spec) if self.placement else spec
 
     def buckets(self, max_model_len: int) -> Buckets:
@@ -121,18 +128,20 @@ def resolve(
     spec = make_spec(source, config.max_model_len)
     if config.enable_expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         raise ConfigError(f"--enable-expert-parallel: a {spec.model_type} model has no experts")
+    degree = placement.degree if placement else Degree()
+    spec = packed_spec(spec, config, source, platform, env.target, degree)
     if placement:
         spec = spread_spec(spec, placement.degree)
     if config.deterministic:
         env = replace(env, tile=tile_width(env.target))
-    dtype = _dtype(config, source, platform)
+    dtype, kv_dtype = _dtype(config, source, platform), config.kv_cache_dtype
     resolved = Resolved(
         config=config,
         source=source,
         platform=platform,
         spec=spec,
         dtype=dtype,
-        kv_specs=decoder.kv_specs(spec, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
+        kv_specs=decoder.kv_specs(spec, {"auto": dtype, "fp8": "float8_e4m3fn"}.get(kv_dtype, kv_dtype)),
         num_seqs=config.max_num_seqs or (256 if platform == "gpu" else 64),
         num_batched=_token_budget(config, spec, platform, env),
         env=env,
@@ -162,6 +171,8 @@ def _check_kernels(resolved: Resolved) -> None:
         try:
             choose_attention(q, pool, target=env.target, backend=env.attention)
         except NotImplementedError as error:
+            if kv.scaled and env.attention == "auto":
+                raise ConfigError(f"--kv-cache-dtype: got {resolved.config.kv_cache_dtype}: {error}") from error
             raise ConfigError(f"--attention-backend: got {env.attention}: {error}") from error
 
 
@@ -173,7 +184,8 @@ def model_source(config: EngineConfig) -> ModelSource:
 
 def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
     try:
-        return spec_from_hf(source.config, max_model_len)
+        # what files quantise is a matter of their reader; weights in memory are what they are
+        return spec_from_hf(without(source.config) if source.kind != "arrays" else source.config, max_model_len)
     except ValueError as error:
         name, _, rest = str(error).partition(":")
         if name == "max_model_len":

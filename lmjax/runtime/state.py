@@ -5,6 +5,8 @@ Slot ``max_num_seqs`` is the dummy slot: padding rows read and write there, and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from flax import struct
@@ -53,40 +55,49 @@ def pack_slot(load: SlotLoad, vocab_size: int, max_model_len: int) -> np.ndarray
     return packed
 
 
-def copy_blocks(pools: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Array, ...]:
+def _each(function: Any, pools: tuple[Any, ...], *others: Any) -> tuple[Any, ...]:
+    """``function`` of the arrays of each group's pool: its elements [L, 2, blocks, K, B, H], and [..., B] their scales
+    if it has some. others: one a group; arrays like the pool's, or int32 [n, 2] for all of them."""
+    out = []
+    for pool, *rest in zip(pools, *others, strict=True):
+        arrays, tree = jax.tree.flatten(pool)
+        structure: Any = tree
+        more = [jax.tree.leaves(x) if jax.tree.structure(x) == structure else [x] * len(arrays) for x in rest]
+        out.append(jax.tree.unflatten(tree, [function(*parts) for parts in zip(arrays, *more, strict=True)]))
+    return tuple(out)
+
+
+def copy_blocks(pools: tuple[Any, ...], pairs: jax.Array) -> tuple[Any, ...]:
     """Copies whole blocks within each pool ([L, 2, blocks, K, B, H]).
 
     pairs: int32 [G, COPY_BATCH, 2] of (source, target); padding copies the null block onto itself.
     """
-    return tuple(
-        pool.at[:, :, pair[:, 1]].set(pool[:, :, pair[:, 0]], mode="promise_in_bounds")
-        for pool, pair in zip(pools, pairs, strict=True)
-    )
+
+    def copy(pool: jax.Array, pair: jax.Array) -> jax.Array:
+        return pool.at[:, :, pair[:, 1]].set(pool[:, :, pair[:, 0]], mode="promise_in_bounds")
+
+    return _each(copy, pools, pairs)
 
 
-def swap_out(pools: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Array, ...]:
+def swap_out(pools: tuple[Any, ...], pairs: jax.Array) -> tuple[Any, ...]:
     """Blocks of each pool ([L, 2, blocks, K, B, H]) on their way to the host: [L, 2, SWAP_BATCH, K, B, H].
 
     pairs: int32 [G, SWAP_BATCH, 2] of (block, place in the host pool); padding reads the null block.
     """
-    return tuple(
-        pool.at[:, :, pair[:, 0]].get(mode="promise_in_bounds") for pool, pair in zip(pools, pairs, strict=True)
-    )
+    return _each(lambda pool, pair: pool.at[:, :, pair[:, 0]].get(mode="promise_in_bounds"), pools, pairs)
 
 
-def swap_in(
-    pools: tuple[jax.Array, ...], blocks: tuple[jax.Array, ...], pairs: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def swap_in(pools: tuple[Any, ...], blocks: tuple[Any, ...], pairs: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
     """Writes blocks from the host into each pool ([L, 2, blocks, K, B, H]).
 
     blocks: [L, 2, SWAP_BATCH, K, B, H] a pool; pairs: int32 [G, SWAP_BATCH, 2] of (place in the host pool, block);
     padding writes into the null block. Also returns an int32 [G] that is ready when ``blocks`` was read.
     """
-    pools = tuple(
-        pool.at[:, :, pair[:, 1]].set(new, mode="promise_in_bounds")
-        for pool, new, pair in zip(pools, blocks, pairs, strict=True)
-    )
-    return pools, pairs[:, 0, 1]
+
+    def put(pool: jax.Array, new: jax.Array, pair: jax.Array) -> jax.Array:
+        return pool.at[:, :, pair[:, 1]].set(new, mode="promise_in_bounds")
+
+    return _each(put, pools, blocks, pairs), pairs[:, 0, 1]
 
 
 def pack_swaps(swaps: list[tuple[int, int, int]], num_groups: int) -> list[np.ndarray]:

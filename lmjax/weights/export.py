@@ -14,6 +14,7 @@ from lmjax.models.params import DecoderParams, named_leaves
 from lmjax.models.registry import FAMILIES, spec_from_hf
 from lmjax.weights.errors import WeightError
 from lmjax.weights.pytree import extract, layout_of, making
+from lmjax.weights.quant import without
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
 INDEX = "model.safetensors.index.json"
@@ -34,9 +35,12 @@ def save_pretrained(
     config: a config.json's content. Host memory: one file's tensors and one parameter. Raises ``WeightError`` for a
     tree that is not the config's, and where the directory has weights that would not be replaced.
     """
-    directory, spec = Path(directory), spec_from_hf(dict(config), None)
-    wide = layout_of(params, spec)
+    config = without(dict(config))  # floats are what is written
+    directory, spec = Path(directory), spec_from_hf(config, None)
     leaves = named_leaves(params)
+    if any(name.endswith(".weight.values") for name in leaves):
+        raise WeightError("params", "are kept quantised; floats are written with --quantized-weights dequantized")
+    wide = layout_of(params, spec)
     dtypes = {str(leaf.dtype) for leaf in leaves.values()}
     if len(dtypes) > 1:
         raise WeightError("params", f"are of several types ({', '.join(sorted(dtypes))}), a model is of one")
@@ -48,7 +52,7 @@ def save_pretrained(
         for parts, tensors in zip(made.stages, names, strict=True)
         for part, name in zip(parts, tensors, strict=True)
     }
-    files = _files(sizes, max_shard_size)
+    files = split_files(sizes, max_shard_size)
     _check_directory(directory, set(files.values()))
     directory.mkdir(parents=True, exist_ok=True)
     held: Tensors = {}
@@ -70,7 +74,7 @@ def save_pretrained(
         _write_json(directory / "generation_config.json", dict(generation_config))
 
 
-def _files(sizes: dict[str, int], most: int) -> dict[str, str]:
+def split_files(sizes: dict[str, int], most: int) -> dict[str, str]:
     """{tensor: file}, in the order of ``sizes``. A tensor of more than ``most`` bytes has a file of its own."""
     groups: list[list[str]] = []
     room = 0

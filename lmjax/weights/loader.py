@@ -11,27 +11,20 @@ import jax
 import numpy as np
 
 from lmjax.models import names as naming
-from lmjax.models.layout import AS_IT_IS, stored_tensor
-from lmjax.models.params import init_param, layer_of, map_named, named_leaves, param_specs, with_layer
+from lmjax.models.layout import AS_IT_IS
+from lmjax.models.params import layer_of, map_named, named_leaves, param_specs, with_layer
 from lmjax.models.spec import DecoderSpec
-from lmjax.weights import gguf, safetensors
+from lmjax.nn.packing import Packing
+from lmjax.weights import packing
 from lmjax.weights.buffers import DTYPES, aligned_empty, cast
+from lmjax.weights.checkpoint import Checkpoint, check, dummy_checkpoint, open_checkpoint, quantized
+from lmjax.weights.codes import Codes
 from lmjax.weights.errors import WeightError
-from lmjax.weights.gguf_config import ROPE_FREQS
 from lmjax.weights.safetensors import Range, TensorInfo
 from lmjax.weights.shards import Piece, pieces
 from lmjax.weights.source import ModelSource
 
-LOAD_FORMATS = {"auto": ("hf", "gguf"), "safetensors": ("hf",), "gguf": ("gguf",)}
-FLOATS = ("F64", "F32", "F16", "BF16")
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
-
-
-@dataclass(frozen=True, slots=True)
-class _Checkpoint:
-    infos: dict[str, TensorInfo]
-    name: Callable[[DecoderSpec], naming.Names]
-    read: Callable[[TensorInfo, Range | None, Range | None], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,42 +54,59 @@ def load_params(
     seed: int = 0,
     progress: Progress | None = None,
     spread: Spread | None = None,
+    quantization: str | None = None,
 ) -> Any:
     """The parameter tree of ``spec`` (see ``abstract_params``) as jax arrays on the default device; with ``spread`` on
     its devices: then only the slices that this process's devices hold are read, each once.
 
     ``dtype``: float32, bfloat16 or float16; stored values are converted on the host, rounded to nearest even.
     ``load_format``: auto, safetensors, gguf; or dummy: random weights from ``seed``, no file is read.
+    ``quantization``: int8, fp8 or int4 (``quant_load``) of the matrices of the layers. What of them stays packed is in
+    ``spec`` (``LayerSpec.packing``); the rest becomes floats again.
     Names, shapes and types of all tensors are checked before the first is read; ``WeightError`` names file and tensor.
     Host memory: the parameters once (on a CPU the device's arrays are these very buffers) plus one tensor as stored
     and one converted.
     """
     if load_format == "dummy":
-        read, wanted, sizes = _dummy(spec, dtype, seed), _shares(spec, naming.hf_names, spread), None
+        checkpoint = dummy_checkpoint(spec, dtype, seed)
     else:
-        checkpoint = _open(source, spec, load_format)
-        _check(checkpoint, source, spec)
-        wanted, sizes = _shares(spec, checkpoint.name, spread), checkpoint.infos
+        checkpoint = open_checkpoint(source, spec, load_format)
+    checkpoint = quantized(checkpoint, source, spec, load_format, quantization)
+    if load_format != "dummy":
+        check(checkpoint, source, spec)
+    sizes = checkpoint.infos if load_format != "dummy" else None
+    wanted, kept = _shares(spec, checkpoint.name, spread), packing.packings(spread.spec if spread else spec)
 
-        def read(piece: Piece) -> np.ndarray:
-            return _read(checkpoint, piece, DTYPES[dtype])
+    def read(piece: Piece) -> np.ndarray:
+        return _read(checkpoint, piece, DTYPES[dtype])
 
     amount = {
         name: sum(_stored_bytes(sizes, p) for share in shares for p in share.pieces) for name, shares in wanted.items()
     }
     total, done = sum(amount.values()), 0
+    made: dict[str, list[dict[str, np.ndarray]]] = {}  # of the packed parameter whose leaves are being asked for
+
+    def arrays_of(name: str, leaf: Any) -> tuple[str, list[np.ndarray]]:
+        parameter, _, part = name.rpartition(".")
+        if parameter not in kept:
+            return name, _arrays(wanted[name], read, DTYPES[dtype])
+        if parameter not in made:
+            made.clear()
+            made[parameter] = [_packed(checkpoint, share, kept[parameter]) for share in wanted[parameter]]
+        shape = leaf.sharding.shard_shape(leaf.shape) if spread else leaf.shape
+        return parameter, [leaves[part].reshape(shape) for leaves in made[parameter]]
 
     def load(name: str, leaf: Any) -> jax.Array:
         nonlocal done
-        arrays = _arrays(wanted[name], read, DTYPES[dtype])
-        done += amount[name]
+        parameter, arrays = arrays_of(name, leaf)
+        done += amount.pop(parameter, 0)
         if progress is not None and total:
             progress(done, total)
         if spread is None:
             return jax.device_put(arrays[0])
         placed = [
             jax.device_put(array, device)
-            for share, array in zip(wanted[name], arrays, strict=True)
+            for share, array in zip(wanted[parameter], arrays, strict=True)
             for device in share.devices
         ]
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
@@ -107,23 +117,32 @@ def load_params(
 def _shares(
     spec: DecoderSpec, name: Callable[[DecoderSpec], naming.Names], spread: Spread | None
 ) -> dict[str, list[_Share]]:
-    """By parameter: what this process holds of it."""
+    """By parameter: what this process holds of it. A packed one counts as the matrix [*out, in] that it stands for."""
     parts, out = name(spec), {}
     if spread is None:
-        for parameter, param in named_leaves(param_specs(spec)).items():
+        for parameter, param in named_leaves(param_specs(packing.plain(spec))).items():
             whole = tuple(slice(None) for _ in param.shape)
             made_of = pieces(parts[parameter], parts[parameter], param.shape, whole)
             out[parameter] = [_Share(param.shape, made_of, param.shape)]
         return out
     stages, count = spread.spec.stages, len(spread.spec.layers)
     wide = name(replace(spread.spec, stages=1))
-    for parameter, leaf in named_leaves(spread.placed).items():
+    dense, kept = named_leaves(param_specs(packing.plain(spread.spec))), packing.packings(spread.spec)
+    for leaf_name, leaf in named_leaves(spread.placed).items():
         found: dict[tuple[Range, ...], _Share] = {}
+        parameter, _, part = leaf_name.rpartition(".")
+        if parameter not in kept:
+            parameter = leaf_name
+        elif part != "values":
+            continue
+        full = dense[parameter].shape
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-            cut = tuple(entry.indices(n)[:2] for entry, n in zip(index, leaf.shape, strict=True))
+            if parameter in kept:
+                index = _of_matrix(index, leaf.shape, full, stages > 1)
+            cut = tuple(entry.indices(n)[:2] for entry, n in zip(index, full, strict=True))
             if cut not in found:
                 shape = tuple(stop - start for start, stop in cut)
-                own, whole, rest = parameter, leaf.shape, index
+                own, whole, rest = parameter, full, index
                 if stages > 1 and (layer := layer_of(parameter)) is not None:
                     # [stages, ...], of which a device has one
                     own = with_layer(parameter, cut[0][0] * count + layer)
@@ -136,71 +155,21 @@ def _shares(
     return out
 
 
+def _of_matrix(
+    index: tuple[slice, ...], shape: tuple[int, ...], full: tuple[int, ...], stacked: bool
+) -> tuple[slice, ...]:
+    """The index into [*out, in] that stands for one into the packed values [in (/ 2), *out]; stages come first."""
+    lead = 1 if stacked else 0
+    start, stop, _ = index[lead].indices(shape[lead])
+    times = full[-1] // shape[lead]
+    return (*index[:lead], *index[lead + 1 :], slice(start * times, stop * times))
+
+
 def _stored_bytes(infos: dict[str, TensorInfo] | None, piece: Piece) -> int:
     if infos is None:
         return 0
     info = infos[piece.name]
     return info.size * piece.size // max(math.prod(info.shape), 1)
-
-
-def _dummy(spec: DecoderSpec, dtype: str, seed: int) -> Callable[[Piece], np.ndarray]:
-    """Reads slices of the tensors that ``init_params`` would make."""
-    owners, params = naming.by_tensor(naming.hf_names(spec)), named_leaves(param_specs(spec))
-    latest: tuple[str, np.ndarray] | None = None
-
-    def read(piece: Piece) -> np.ndarray:
-        nonlocal latest
-        name, parts = owners[piece.name]
-        if latest is None or latest[0] != name:
-            latest = name, init_param(name, params[name], dtype, seed)
-        tensor = stored_tensor(parts, latest[1])
-        if piece.rows:
-            return tensor[slice(*piece.rows)]
-        return tensor[..., slice(*piece.columns)] if piece.columns else tensor
-
-    return read
-
-
-def _open(source: ModelSource, spec: DecoderSpec, load_format: str) -> _Checkpoint:
-    if load_format not in LOAD_FORMATS:
-        raise WeightError("--load-format", f"got {load_format!r}, must be one of {', '.join([*LOAD_FORMATS, 'dummy'])}")
-    if source.kind not in LOAD_FORMATS[load_format]:
-        kind = {"hf": "a directory of .safetensors files", "gguf": "a .gguf file"}[source.kind]
-        raise WeightError(source.weights, f"is {kind}; --load-format {load_format} cannot read it")
-    if source.kind == "gguf":
-        return _Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, gguf.read_tensor)
-    infos = naming.with_prefix(safetensors.read_directory(source.weights), spec)
-    return _Checkpoint(infos, naming.hf_names, safetensors.read_tensor)
-
-
-def _check(checkpoint: _Checkpoint, source: ModelSource, spec: DecoderSpec) -> None:
-    infos, wanted = checkpoint.infos, naming.by_tensor(checkpoint.name(spec))
-    missing = [name for name in wanted if name not in infos]
-    if missing:
-        untied = any(name in ("lm_head.weight", "output.weight") for name in missing)
-        hint = " (tie_word_embeddings is false, so the head must be there)" if untied else ""
-        raise WeightError(source.weights, f"{_some(missing)} missing{hint}")
-    extra = [name for name in infos if name not in wanted and name != ROPE_FREQS and not naming.harmless(name, spec)]
-    if extra:
-        raise WeightError(infos[extra[0]].file, f"{_some(extra)} unknown: the config has no place for them")
-    supported = list(FLOATS) if source.kind == "hf" else gguf.dequantisable()
-    for name, (_, (part, *_)) in wanted.items():
-        info = infos[name]
-        if info.shape != part.shape:
-            raise WeightError(
-                info.file, f"tensor {name} has shape {list(info.shape)}, the config asks for {list(part.shape)}"
-            )
-        if info.stored not in supported:
-            raise WeightError(
-                info.file,
-                f"tensor {name} is stored as {info.stored}, which is not supported; known: {', '.join(supported)}",
-            )
-
-
-def _some(names: list[str]) -> str:
-    if len(names) == 1:
-        return f"tensor {names[0]} is"
-    return f"{len(names)} tensors ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) are"
 
 
 def _arrays(shares: list[_Share], read: Callable[[Piece], np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
@@ -230,7 +199,37 @@ def _arrays(shares: list[_Share], read: Callable[[Piece], np.ndarray], dtype: np
     return out
 
 
-def _read(checkpoint: _Checkpoint, piece: Piece, dtype: np.dtype) -> np.ndarray:
+def _packed(checkpoint: Checkpoint, share: _Share, kept: Packing) -> dict[str, np.ndarray]:
+    """The leaves of one share of a matrix that stays quantised."""
+    arrays, at = packing.empty(share.whole, kept), ""
+    latest: tuple[str, Codes] | None = None  # a tensor that holds several parts is read once
+    try:
+        for piece in share.pieces:
+            at = piece.name
+            if latest is None or piece.view == AS_IT_IS or latest[0] != at:
+                latest = at, _codes(checkpoint, piece, kept)
+            codes = latest[1]
+            for name, values in (("values", codes.values), ("scale", codes.scale), ("zero", codes.zero)):
+                if values is not None:
+                    piece.with_columns(values.shape[1]).fill(arrays[name], values)
+        return packing.leaves(arrays, kept)
+    except (ValueError, FloatingPointError) as error:
+        if isinstance(error, WeightError):
+            raise
+        info = checkpoint.infos[at]
+        raise WeightError(info.file, f"tensor {at} cannot be kept as it is stored: {error}") from error
+
+
+def _codes(checkpoint: Checkpoint, piece: Piece, kept: Packing) -> Codes:
+    found = checkpoint.codes.get(piece.name)
+    if found is None:
+        raise ValueError("it is not quantised, the config says it is (modules_to_not_convert)")
+    codes = found.read(piece.rows)
+    assert isinstance(codes, Codes)
+    return packing.conform(codes, kept, piece.columns)
+
+
+def _read(checkpoint: Checkpoint, piece: Piece, dtype: np.dtype) -> np.ndarray:
     info, name = checkpoint.infos[piece.name], piece.name
     try:
         return cast(checkpoint.read(info, piece.rows, piece.columns), dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,10 @@ class Piece:
     def size(self) -> int:
         """Values that are read."""
         return math.prod(self.shape)
+
+    def with_columns(self, columns: int) -> Piece:
+        """The same rows of a matrix of as many columns."""
+        return replace(self, shape=(*self.shape[:-1], columns), whole=(*self.whole[:-1], columns))
 
     def fill(self, share: np.ndarray, values: np.ndarray) -> None:
         """values: of ``shape``. Rows that the tensor does not have (a padded vocabulary) are set to zero."""

@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_IN_GROUPS = ("int4", "int8_group", "fp8_group", "fp8_block")
+
+
 def quant_matmul(
     x: jax.Array,  # [T, K]  bfloat16, float16 or float32
     w: QuantWeight,  # of [K, N]
@@ -56,13 +59,13 @@ def choose(kind: Kind, group: int, x_dtype: Any, target: Target, backend: Backen
     On a card "auto" is Triton for groups and blocks, where XLA would write the widened weight to memory on every call,
     and XLA for scales per output channel, which its GEMM takes in.
     """
-    if kind in ("fp8", "fp8_block") and target.platform == "cuda" and not target.has_fp8:
+    if kind in ("fp8", "fp8_group", "fp8_block") and target.platform == "cuda" and not target.has_fp8:
         raise NotImplementedError(
             f"fp8 weights need compute capability 8.9, the card has {_dotted(target)}: convert them to int8 at load"
         )
     if backend == "auto":
-        backend = "triton" if target.runs_pallas and kind in ("int4", "fp8_block") else "xla"
-        if backend == "triton" and kind == "int4" and group < 32:
+        backend = "triton" if target.runs_pallas and kind in _IN_GROUPS else "xla"
+        if backend == "triton" and kind in _IN_GROUPS and group < 32:
             backend = "xla"
     if backend not in _BODIES:
         raise NotImplementedError(f"quant_matmul has no {backend} body")
@@ -74,7 +77,7 @@ def choose(kind: Kind, group: int, x_dtype: Any, target: Target, backend: Backen
 def _check_triton(kind: Kind, group: int, x_dtype: Any, target: Target) -> None:
     if not target.runs_pallas:
         raise NotImplementedError(f"Triton bodies run on compute capability 8.0 and above, not on {_dotted(target)}")
-    if kind == "int4" and group < 32:
+    if kind in _IN_GROUPS and group < 32:
         raise NotImplementedError(f"groups of {group}: tensor cores take 16 rows, so 32 is the smallest group")
     if jnp.dtype(x_dtype) not in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")):
         raise NotImplementedError(f"activations of {jnp.dtype(x_dtype).name}")

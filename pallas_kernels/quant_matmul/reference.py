@@ -21,7 +21,7 @@ def quant_matmul_xla(x: jax.Array, w: QuantWeight, *, out_dtype: Any) -> jax.Arr
         # int8 and e4m3 fit bfloat16's and float16's significand: the cast loses nothing
         y = _dot(x, w.values.astype(x.dtype)) * w.scale.astype(jnp.float32)[None]
         return y.astype(out_dtype)
-    dense = _grouped(w) if w.kind == "int4" else _blocks(w)
+    dense = {"int4": _grouped, "fp8_block": _blocks}.get(w.kind, _runs)(w)
     return _dot(x.astype(jnp.float32), dense).astype(out_dtype)
 
 
@@ -36,6 +36,12 @@ def _grouped(w: QuantWeight) -> jax.Array:
     nibbles = jnp.concatenate([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=1).astype(jnp.float32)
     zero = jnp.float32(8) if w.zero is None else w.zero.astype(jnp.float32)[:, None]
     return ((nibbles - zero) * w.scale.astype(jnp.float32)[:, None]).reshape(k, n)
+
+
+def _runs(w: QuantWeight) -> jax.Array:
+    k, n = w.shape
+    values = w.values.astype(jnp.float32).reshape(k // w.group, w.group, n)
+    return (values * w.scale.astype(jnp.float32)[:, None]).reshape(k, n)
 
 
 def _blocks(w: QuantWeight) -> jax.Array:

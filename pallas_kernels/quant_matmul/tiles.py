@@ -38,8 +38,8 @@ def token_class(num_tokens: int) -> int:
 
 def case_name(kind: Kind, group: int, num_tokens: int) -> str:
     """Key in the table of tuned tiles."""
-    groups = f"-g{group if group <= 128 else 'all'}" if kind == "int4" else ""
-    return f"{kind}{groups}-t{token_class(num_tokens) or 'many'}"
+    groups = f"-g{group if group <= 128 else 'all'}" if kind in ("int4", "int8_group", "fp8_group") else ""
+    return f"{kind.removesuffix('_group')}{groups}-t{token_class(num_tokens) or 'many'}"
 
 
 def tile_of(kind: Kind, group: int, num_tokens: int, x_bytes: int, target: Target) -> Tile:

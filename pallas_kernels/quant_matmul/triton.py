@@ -122,6 +122,8 @@ def _body(
         if w_kind == "fp8_block":  # block_n divides 128: one scale for the whole tile
             scale = plt.load(scale_ref.at[jnp.minimum(span, scale_ref.shape[0] - 1), scale_column])
             y = y * scale.astype(jnp.float32)
+        elif w_kind in ("int8_group", "fp8_group"):
+            y = y * per_group(scale_ref, span)
         return acc + y
 
     def step(i: jax.Array, acc: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Kind = Literal["int4", "int8", "fp8", "fp8_block"]
+Kind = Literal["int4", "int8", "fp8", "int8_group", "fp8_group", "fp8_block"]
 FP8_BLOCK = 128  # side of the square that shares a scale (DeepSeek's block format)
 _FP8 = np.dtype(jnp.float8_e4m3fn)
 
@@ -23,6 +23,7 @@ class QuantWeight:
       nibbles, the second in the high ones, so that one tile of bytes gives two contiguous runs of K. ``scale``
       [K / g, N]. ``zero`` [K / g, N] in steps: w = (nibble - zero) * scale; None: symmetric, zero = 8.
     - int8, fp8: ``values`` int8 or float8_e4m3fn [K, N], ``scale`` [N].
+    - int8_group, fp8_group: the same values, ``scale`` [K / g, N].
     - fp8_block: ``values`` float8_e4m3fn [K, N], ``scale`` [ceil(K / 128), ceil(N / 128)].
     """
 
@@ -42,7 +43,7 @@ class QuantWeight:
         k = self.shape[0]
         if self.kind == "fp8_block":
             return FP8_BLOCK
-        return k // self.scale.shape[0] if self.kind == "int4" else k
+        return k // self.scale.shape[0] if self.kind in ("int4", "int8_group", "fp8_group") else k
 
     @property
     def num_bytes(self) -> int:

@@ -60,8 +60,9 @@ class Driver:
         self.params, self.spec, self.block_size = params, spec, block_size
         self.tokens, self.rows, self.width = tokens, rows, width
         self.kv_specs = decoder.kv_specs(spec, dtype)
-        self.pools: Any = tuple(
-            jnp.full(decoder.pool_shape(kv, num_blocks, block_size), jnp.nan, jnp.dtype(dtype)) for kv in self.kv_specs
+        self.pools: Any = jax.tree.map(
+            lambda leaf: jnp.full(leaf.shape, 77 if leaf.dtype == jnp.int8 else jnp.nan, leaf.dtype),
+            tuple(decoder.abstract_pool(kv, num_blocks, block_size) for kv in self.kv_specs),
         )
         rng = np.random.default_rng(seed)
         self.free = [list(1 + rng.permutation(num_blocks - 1)) for _ in self.kv_specs]
@@ -73,9 +74,7 @@ class Driver:
         go first, as decode rows."""
         decode = [key for key, ids in work.items() if len(ids) == 1 and self.lengths.get(key, 0)]
         order = decode + [key for key in work if key not in decode]
-        for key in order:
-            self._extend(key, len(work[key]))
-        out, self.pools = self._run(self._batch(work, order, len(decode)))
+        out, self.pools = self._run(self.batch_of(work, order, len(decode)))
         columns = np.asarray(out).T
         result, at = {}, 0
         for key in order:
@@ -83,6 +82,13 @@ class Driver:
             at += len(work[key])
             self._free_behind_window(key)
         return result
+
+    def batch_of(self, work: dict[Any, Sequence[int]], order: list[Any] | None = None, num_decode: int = 0) -> Batch:
+        """The batch of a step, for which blocks are taken."""
+        order = list(work) if order is None else order
+        for key in order:
+            self._extend(key, len(work[key]))
+        return self._batch(work, order, num_decode)
 
     def _run(self, batch: Batch) -> tuple[Any, Any]:
         return _run(self.params, self.spec, self.pools, batch)

@@ -100,8 +100,8 @@ class _Pair(tuple):
 
 
 class ShardedDriver(Driver):
-    def __init__(self, params, spec, placement):
-        super().__init__(params, spec)
+    def __init__(self, params, spec, placement, **sizes):
+        super().__init__(params, spec, **sizes)
         mesh, env, share = placement.mesh, placement.env(CPU), placement.share(spec)
         pools = (POOL,) * len(self.kv_specs)
 
@@ -109,7 +109,7 @@ class ShardedDriver(Driver):
             hidden, pools = decoder.forward(params, share, pools, batch, env)
             return decoder.logits(params, share, hidden, env), pools
 
-        self.pools = tuple(jax.device_put(pool, NamedSharding(mesh, POOL)) for pool in self.pools)
+        self.pools = jax.device_put(self.pools, NamedSharding(mesh, POOL))
         self._step = jax.jit(
             jax.shard_map(
                 step,

@@ -1,0 +1,86 @@
+"""Which of a model's matrices stay quantised in memory, from settings, config.json and card."""
+
+from __future__ import annotations
+
+import logging
+
+from lmjax.config import ConfigError, EngineConfig
+from lmjax.models.names import gguf_names, hf_names
+from lmjax.models.params import ParamSpec, named_leaves, param_specs
+from lmjax.models.registry import family_layout
+from lmjax.models.spec import DecoderSpec
+from lmjax.nn.packing import Packing
+from lmjax.parallel.rules import TP, rules
+from lmjax.parallel.split import Degree
+from lmjax.weights.checkpoint import stored_layout
+from lmjax.weights.packing import chosen, fitted, is_matrix, packed, packings
+from lmjax.weights.quant import Layout
+from lmjax.weights.quant_load import KINDS, AtLoad
+from lmjax.weights.source import ModelSource
+from pallas_kernels.platform import Target
+
+log = logging.getLogger(__name__)
+
+
+def packed_spec(
+    spec: DecoderSpec, config: EngineConfig, source: ModelSource, platform: str, target: Target, degree: Degree
+) -> DecoderSpec:
+    """The model's own spec (not spread) with the packing of its matrices. Raises ``ConfigError``."""
+    kind, layout = config.quantization, _stored(source)
+    if kind is not None:
+        if layout is not None and source.kind == "hf":
+            raise ConfigError(f"--quantization: got {kind}, but the checkpoint is quantised already ({layout.name})")
+        _check_at_load(spec, kind, degree)
+        if source.kind == "arrays":
+            raise ConfigError(f"--quantization: got {kind}, but params are taken as they are; quantised are files")
+    keep = {"auto": platform == "gpu", "packed": True, "dequantized": False}[config.quantized_weights]
+    if not keep or source.kind == "arrays" or (kind is None and (layout is None or config.load_format == "dummy")):
+        return spec
+    no_fp8 = target.platform == "cuda" and not target.has_fp8
+    if kind == "fp8" and no_fp8:
+        raise ConfigError("--quantization: fp8 needs compute capability 8.9 or above; take int8 or int4 on this card")
+    names = gguf_names(spec) if source.kind == "gguf" else hf_names(spec)
+    if kind is not None:
+        layout = AtLoad(kind, chosen(names), lambda info, rows: (_ for _ in ()).throw(AssertionError))
+    assert layout is not None
+
+    def allowed(packing: Packing) -> bool:
+        return not (no_fp8 and packing.kind == "fp8")
+
+    spec = packed(spec, names, layout, lambda p: _shares(p, degree), allowed)
+    matrices = [name for name in named_leaves(param_specs(spec)) if is_matrix(name)]
+    rest = len(matrices) + len([name for name in named_leaves(param_specs(spec)) if ".experts." in name])
+    if rest:
+        log.info("%d quantised matrices stay packed; %d become floats", len(packings(spec)), rest)
+    return spec
+
+
+def _stored(source: ModelSource) -> Layout | None:
+    try:
+        return stored_layout(source)
+    except ValueError as error:
+        raise ConfigError(f"--model: {source.path}: {error}") from error
+
+
+def _shares(p: ParamSpec, degree: Degree) -> int:
+    """Over how many devices of a stage the input features are spread."""
+    axis = p.axes[-1]
+    return degree.tp if axis is not None and rules(degree.expert_parallel)[axis] == TP else 1
+
+
+def _check_at_load(spec: DecoderSpec, kind: str, degree: Degree) -> None:
+    packing = KINDS[kind]
+    if family_layout(spec).transposed:
+        raise ConfigError(
+            f"--quantization: got {kind}, but a {spec.model_type} model's matrices are [in, out] in files"
+        )
+    for name, p in named_leaves(param_specs(spec)).items():
+        if ".experts." in name:
+            raise ConfigError(f"--quantization: got {kind}, but a {spec.model_type} model has experts: not supported")
+        shares = _shares(p, degree)
+        if is_matrix(name) and fitted(packing, p.shape[-1], shares) is None:
+            over = f" on each of {shares} devices" if shares > 1 else ""
+            raise ConfigError(
+                f"--quantization: got {kind}, but {name} has {p.shape[-1] // shares} input features{over}, "
+                f"must be a multiple of {packing.group}"
+            )

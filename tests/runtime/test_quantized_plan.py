@@ -1,0 +1,70 @@
+"""Quantised Llama-3.1-8B as ``lmjax plan`` sees it, and its steps compiled for an H200 that is not there."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import jax
+import pytest
+
+from lmjax.models.params import named_leaves, param_specs
+from lmjax.parallel.split import Degree
+from lmjax.runtime import hlo
+from lmjax.runtime.buckets import ForwardKey
+from lmjax.runtime.plan_costs import weights_of
+from lmjax.runtime.programs import forward_program
+from tests import deviceless
+from tests.runtime.test_plan import CONFIGS, deployment
+
+LLAMA = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+KINDS = {"int8": (0.51, 0.57), "fp8": (0.51, 0.57), "int4": (0.29, 0.38)}
+
+
+def bytes_of(spec, dtype="bfloat16"):
+    """(of the layers' matrices, of everything)"""
+    leaves = named_leaves(param_specs(spec))
+    sizes = {n: math.prod(p.shape) * jax.numpy.dtype(p.dtype or dtype).itemsize for n, p in leaves.items()}
+    return sum(size for n, size in sizes.items() if ".weight" in n), sum(sizes.values())
+
+
+@deviceless.skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_bytes(kind):
+    plain, packed = (
+        deployment(CONFIGS / "llama-3.1-8b.json", max_model_len=8192, quantization=q).resolve() for q in (None, kind)
+    )
+    (matrices, whole), (few, all_of_it) = bytes_of(plain.spec), bytes_of(packed.spec)
+    assert few <= KINDS[kind][0] * matrices and all_of_it <= KINDS[kind][1] * whole
+    weights = weights_of(packed.spec, "bfloat16", Degree())
+    assert weights.bytes == all_of_it and weights.total == weights_of(plain.spec, "bfloat16", Degree()).total
+
+
+@deviceless.skip
+@pytest.mark.parametrize("tokens", [64, 1024])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_makes_a_weight_wide(kind, tokens, tmp_path):
+    """Nothing of an optimized program has as many numbers as a matrix of a layer, but the packed matrix itself."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
+    resolved = deployment(tmp_path / "config.json", max_model_len=8192, quantization=kind).resolve()
+    shapes = resolved.shapes(tuple(2000 for _ in resolved.kv_specs), 8192)
+    program = forward_program(shapes, ForwardKey(tokens, min(tokens, 256)))
+    done = deviceless.compile(program.function, *program.arguments, donate=program.donate)
+    d, f, qkv = 4096, 14336, 6144
+    weights = {d * qkv, d * d, 2 * d * f, d * f}
+    sizes = {name: [math.prod(shape) for shape in found] for name, found in float_shapes(done.text).items()}
+    wide = {name: size for name, size in sizes.items() if weights & set(size)}
+    assert wide == {}
+    assert done.memory.temp_size_in_bytes < 2 * d * d + (2 * f + 4 * d) * 4 * tokens
+
+
+def float_shapes(text):
+    """{instruction of the entry computation: shapes of its float results}"""
+    found = {}
+    for i in hlo.entry(text):
+        if i.opcode in ("parameter", "bitcast", "get-tuple-element", "tuple"):
+            continue
+        shapes = re.findall(r"\b(?:bf16|f16|f32)\[([\d,]+)\]", i.shape)
+        found[i.name] = [tuple(map(int, shape.split(","))) for shape in shapes]
+    return found
