@@ -169,13 +169,20 @@ class JaxExecutor:
         changes. names: those given at the start, if None. Raises ``WeightError``, and ``ConfigError`` on several hosts.
         """
         if self._packed:
-            raise ConfigError(
-                "params: this engine keeps its weights quantised, and takes new ones from files "
-                "(or as a tree like LLM.params)"
-            )
+            return self._as_it_is(tree)
         if self._adapter is None:
             raise ConfigError("params: this engine's weights are spread over several processes (--nnodes)")
         return self._adapter.adapt(tree, names)
+
+    def _as_it_is(self, tree: Any) -> Adapted:
+        try:
+            check_layout(tree, self._device.layout)
+        except ParameterError as error:
+            raise ConfigError(
+                "this engine keeps its weights quantised: new ones come from files, or as a tree like LLM.params "
+                f"({error})"
+            ) from error
+        return Adapted(tree, len(jax.tree.leaves(tree)), 0, 0, 0.0)
 
     def check_params(self, tree: Any) -> None:
         """Raises ``ParameterError`` for anything but jax arrays with the shapes, dtypes and shardings of ``params``."""

@@ -27,7 +27,7 @@ from lmjax.weights.quant_fields import check_fields, check_shape, check_stored, 
 from lmjax.weights.safetensors import Range, TensorInfo, read_tensor
 
 APPLIED = ("config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "quantization_status")
-OF_QUANTISER = ("global_compression_ratio", "version", "transform_config")
+OF_QUANTISER = ("global_compression_ratio", "version")
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "dense")
 WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic")
 WEIGHTS_OF_QUANTISER = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")

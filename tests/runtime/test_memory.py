@@ -49,20 +49,20 @@ def test_bytes_are_kept_to():
         assert found.num_bytes == pool_bytes((FULL, WINDOW), found.num_blocks, 16)
 
 
-@pytest.mark.parametrize(("budget", "wanted"), [(1.9, 1.9), (2.0, 2.0), (2.1, 2.0), (4.0, 2.0), (4.1, 4.1), (9.0, 9.0)])
+@pytest.mark.parametrize(("budget", "wanted"), [(1.9, 1.9), (3.0, 3.0), (3.1, 3.0), (6.0, 3.0), (6.1, 6.1), (9.0, 9.0)])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_a_pool_of_bytes_is_never_between_2_and_4_gib(budget, wanted, dtype):
-    spec = replace(FULL, dtype=dtype, layers=tuple(range(64)))  # 2 KiB a token, 32 KiB a block
+    spec = replace(FULL, dtype=dtype, layers=tuple(range(64)))  # 2 KiB a token and 1 KiB of scales
     found = plan(EngineConfig(), specs=(spec,), budget=int(budget * GIB), model_max_len=10**7)
-    assert abs(found.num_bytes - wanted * GIB) <= 2**15
-    assert not 2 * GIB < found.num_bytes <= 4 * GIB
+    assert abs(found.num_bytes - wanted * GIB) <= 2**16
+    assert not 2 * GIB < found.num_bytes * 2 // 3 <= 4 * GIB
     wide = plan(EngineConfig(), specs=(replace(spec, dtype="bfloat16"),), budget=3 * GIB, model_max_len=10**7)
     assert wide.num_bytes > 2.9 * GIB
 
 
 def test_a_window_groups_pool_of_bytes_is_cut_too():
     window = replace(WINDOW, dtype="int8", layers=tuple(range(64)), window=10**6)
-    found = plan(EngineConfig(), specs=(FULL, window), budget=3 * GIB, model_max_len=10**7)
+    found = plan(EngineConfig(), specs=(FULL, window), budget=4 * GIB, model_max_len=10**7)
     assert found.num_blocks[1] * 2**15 <= 2 * GIB < found.num_blocks[1] * 2**15 + 2**16
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from lmjax.models.params import abstract_params, named_leaves
 from lmjax.models.registry import spec_from_hf
-from lmjax.weights import loader
+from lmjax.weights import safetensors
 from lmjax.weights.errors import WeightError
 from lmjax.weights.loader import load_params
 from lmjax.weights.source import resolve_model
@@ -237,7 +237,7 @@ def test_faults_are_found_before_anything_is_read(tmp_path, monkeypatch):
     def read(info, rows, columns):
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(loader.safetensors, "read_tensor", read)
+    monkeypatch.setattr(safetensors, "read_tensor", read)
     weights = tensors(LLAMA) | {"lm_head.weight": np.ones((96, 63), np.float32)}  # the last one
     fails(write_hf(tmp_path, LLAMA, weights), "lm_head.weight")
 
