@@ -186,7 +186,8 @@ def _head_norms(a: AttentionSpec, layout: Layout, rotary: int) -> Iterator[tuple
     for norm, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
         name, group, dim = layout.names[norm], heads // a.kv_heads, a.head_dim
         turned: dict[str, Any] = {"interleaved_heads": heads, "rotary": rotary} if layout.interleaved else {}
-        parts: Parts = (TensorPart(f"{name}.weight", (dim,)),)
+        one: dict[str, Any] = turned | {"interleaved_heads": 1} if turned else {}
+        parts: Parts = (TensorPart(f"{name}.weight", (dim,), **one),)
         if a.qk_norm_over == "all":
             parts = (TensorPart(f"{name}.weight", (heads * dim,), **turned),)
         elif a.qk_norm_over == "own" and "{h}" not in name:
@@ -194,7 +195,8 @@ def _head_norms(a: AttentionSpec, layout: Layout, rotary: int) -> Iterator[tuple
         elif a.qk_norm_over == "own":
             places = [divmod(h, group) if norm == "q_norm" else (h,) for h in range(heads)]
             parts = tuple(
-                TensorPart(f"{name.replace('{h}', str(h))}.weight", (dim,), place) for h, place in enumerate(places)
+                TensorPart(f"{name.replace('{h}', str(h))}.weight", (dim,), place, **one)
+                for h, place in enumerate(places)
             )
         yield f"attn.{norm}", parts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lmjax.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
+from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 
 # Tokens of a chunk of the sampler (sampling.chunks.CHUNK): shares of whole chunks give the sums that one device has.
 VOCAB_CHUNK = 128
@@ -118,9 +118,14 @@ def _problems(spec: DecoderSpec, tp: int, expert_parallel: bool) -> list[str]:
         if n is not None and n % tp:
             found.append(f"the model has {n} {name}")
 
-    for layer in dict.fromkeys((x.attention.heads, x.attention.kv_heads, x.mlp) for x in spec.layers):
-        heads, kv_heads, mlp = layer
+    def kind(layer: LayerSpec) -> tuple[int, int, bool, MlpSpec | MoeSpec]:
+        a = layer.attention
+        return a.heads, a.kv_heads, a.qk_norm is not None and a.qk_norm_over == "own", layer.mlp
+
+    for heads, kv_heads, own_norms, mlp in dict.fromkeys(map(kind, spec.layers)):
         divides("query heads", heads)
+        if own_norms and tp > kv_heads:
+            found.append(f"the model has {kv_heads} KV heads, which have norms of their own and are not repeated")
         if kv_heads % tp and tp % kv_heads:
             found.append(f"the model has {kv_heads} KV heads")
         if isinstance(mlp, MlpSpec):

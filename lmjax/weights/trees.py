@@ -11,13 +11,13 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from lmjax.config import ConfigError
-from lmjax.models.names import harmless
+from lmjax.models.names import harmless, hf_names
 from lmjax.models.params import DecoderParams, named_leaves
 from lmjax.models.spec import DecoderSpec
 from lmjax.weights.errors import WeightError
@@ -70,11 +70,13 @@ def read_tree(tree: Any, spec: DecoderSpec, names: Names | None = None) -> Decod
             _check_leaf(name, leaf)
         return tree
     found: dict[str, Leaf] = {}
+    as_kernels = {part.name for parts in hf_names(spec).values() for part in parts if part.view.transposed}
     for name, leaf in itertools.chain.from_iterable(_named(path, x, names) for path, x in _leaves(_mapping(tree))):
         if name in found:
             raise WeightError("params", f"{found[name].path} and {leaf.path} are both the tensor {name}")
         if not harmless(name, spec):
-            found[name] = leaf
+            # a checkpoint that stores matrices as flax does
+            found[name] = replace(leaf, kernel=False) if name in as_kernels else leaf
     wanted = tensor_shapes(spec)
 
     def shape(name: str, leaf: Leaf) -> tuple[int, ...]:

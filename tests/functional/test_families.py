@@ -19,9 +19,10 @@ from tests.models.test_decoder import GOLDENS
 compiled = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 # soft caps; QK-norm over all heads, two ropes; layers without rope; ALiBi; sinks, experts with biases
 NAMES = ["gemma2", "olmo3", "cohere2", "mpt", "gpt_oss"]
+SLOW = ("olmo3", "cohere2")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in NAMES])
 def test_values_and_gradients(name):
     spec = functional.spec_from_hf(tiny.CASES[name].config, None)
     params = params_from(tiny.tensors(name), spec)

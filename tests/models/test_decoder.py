@@ -11,7 +11,7 @@ import pytest
 from lmjax.models import decoder
 from lmjax.models.registry import spec_from_hf
 from lmjax.models.rope import inverse_frequencies
-from tests import tiny
+from tests import tiny, tiny_families
 from tests.models.driver import COMPILER_OPTIONS, Driver, params_from
 
 GOLDENS = {
@@ -87,7 +87,10 @@ def test_chunks_beside_decode(name):
 WINDOWED = [name for name in tiny.CASES if any(x.attention.window for x in spec_of(name).layers)]
 
 
-@pytest.mark.parametrize("name", WINDOWED)
+QUICK = [*(name for name in WINDOWED if name not in tiny_families.FAMILIES), "gemma3", "olmo3", "gpt_oss"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WINDOWED])
 def test_decode_past_the_window(name):
     """With so few blocks that those behind the window must be reused."""
     spec, ids = spec_of(name), tiny.prompts(name)[0]

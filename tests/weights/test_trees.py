@@ -174,6 +174,20 @@ def test_stacked_layers_and_experts(case):
     assert all((found[name] == x).all() for name, x in tensors.items())
 
 
+def test_kernels_of_a_checkpoint_that_stores_them():
+    """GPT-2's matrices are [in, out] in files as in flax; two of them square."""
+    tensors, spec = tiny.tensors("gpt2"), spec_from_hf(tiny.CASES["gpt2"].config, None)
+    tree = {
+        name.removesuffix("weight") + "kernel" if ".h." in name and x.ndim == 2 else name: x
+        for name, x in tensors.items()
+    }
+    assert sum(name.endswith("kernel") for name in tree) == 8
+    found = adapted(tree, spec=spec)
+    assert found.keys() == tensors.keys()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
 def test_what_cannot_be_read_is_named():
     tensors = tiny.tensors("qwen2", CONFIG)
     q = "model.layers.0.self_attn.q_proj"
