@@ -25,7 +25,7 @@ from lmjax.flags import (
     engine_options,
     settings_of,
 )
-from lmjax.types import EngineDeadError
+from lmjax.types import EngineDeadError, ModelError
 
 if TYPE_CHECKING:
     from lmjax.protocol import EngineClient
@@ -39,7 +39,8 @@ _SETTINGS_NAMES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 fine, 1 failed, 2 wrong flags, settings or input, 130 interrupted."""
+    """Exit code: 0 fine, 1 failed (the model's files at fault among that), 2 wrong flags, settings or input, 130
+    interrupted."""
     arguments = _parser().parse_args(argv)
     command = _COMMANDS[arguments.command]
     try:
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:  # settings, model files, input: ConfigError, WeightError, ParameterError, ...
         if type(error).__module__.split(".")[0] not in ("lmjax", "server"):
             raise  # not ours: a bug, which needs its traceback
-        return _fail(arguments, error, 2)
+        return _fail(arguments, error, 1 if isinstance(error, ModelError) else 2)
     except EngineDeadError as error:
         return _fail(arguments, error, 1)
 

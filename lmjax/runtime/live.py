@@ -101,7 +101,7 @@ def _source(overrides: dict[str, Any] | None, path: str) -> ModelSource:
 def _spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
     try:
         return make_spec(source, max_model_len)
-    except ConfigError as error:
+    except (ConfigError, WeightError) as error:
         raise WeightError(source.path, f"is no model of this kind: {error}") from error
 
 

@@ -22,6 +22,7 @@ from lmjax.runtime.compiler import Program, compile_all
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
 from lmjax.runtime.state import COPY_BATCH, MOST_WAITING, SWAP_BATCH
 from lmjax.types import KVSpec
+from lmjax.weights.errors import WeightError
 from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.paged_attention import choose as choose_attention
 
@@ -172,14 +173,18 @@ def model_source(config: EngineConfig) -> ModelSource:
 
 
 def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
+    """Raises ``WeightError`` where config.json is at fault, ``ConfigError`` where a setting is."""
     try:
         return spec_from_hf(source.config, max_model_len)
     except ValueError as error:
         name, _, rest = str(error).partition(":")
         if name == "max_model_len":
             raise ConfigError(f"--max-model-len:{rest}") from error
-        where = "config" if source.kind == "arrays" else f"--model: {source.path}"
-        raise ConfigError(f"{where}: {error}") from error
+        if source.kind == "arrays":
+            raise ConfigError(f"config: {error}") from error
+        if name.split(".")[0] in source.overridden:
+            raise ConfigError(f"--hf-overrides: {error}") from error
+        raise WeightError(source.config_file, str(error)) from error
 
 
 def _dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:

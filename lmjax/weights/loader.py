@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +17,7 @@ from lmjax.models import names as naming
 from lmjax.models.params import init_param, layer_of, map_named, named_leaves, param_specs, with_layer
 from lmjax.models.spec import DecoderSpec
 from lmjax.weights import gguf, safetensors
-from lmjax.weights.buffers import DTYPES, aligned_empty, cast
+from lmjax.weights.buffers import DTYPES, aligned_empty
 from lmjax.weights.errors import WeightError
 from lmjax.weights.gguf_config import ROPE_FREQS
 from lmjax.weights.safetensors import Range, TensorInfo
@@ -23,14 +26,16 @@ from lmjax.weights.source import ModelSource
 
 LOAD_FORMATS = {"auto": ("hf", "gguf"), "safetensors": ("hf",), "gguf": ("gguf",)}
 FLOATS = ("F64", "F32", "F16", "BF16")
+MOST_THREADS = 8  # more do not read faster from memory or one disk
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
+Put = Callable[[Piece, np.ndarray], None]  # the piece's values to their place, ``piece.place(share)``
 
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
     infos: dict[str, TensorInfo]
     name: Callable[[DecoderSpec], naming.Names]
-    read: Callable[[TensorInfo, Range | None, Range | None], np.ndarray]
+    read_into: Callable[[TensorInfo, np.ndarray, Range | None, Range | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +71,16 @@ def load_params(
 
     ``dtype``: float32, bfloat16 or float16; stored values are converted on the host, rounded to nearest even.
     ``load_format``: auto, safetensors, gguf; or dummy: random weights from ``seed``, no file is read.
-    Names, shapes and types of all tensors are checked before the first is read; ``WeightError`` names file and tensor.
-    Host memory: the parameters once (on a CPU the device's arrays are these very buffers) plus one tensor as stored
-    and one converted.
+    Names, shapes and types of all tensors are checked before the first is read, values (NaN, infinite) as they come;
+    ``WeightError`` names file and tensor. Some threads read, a parameter each, straight into its buffer.
+    Host memory: the parameters once (on a CPU the device's arrays are these very buffers) plus a few MB a thread.
     """
     if load_format == "dummy":
-        read, wanted, sizes = _dummy(spec, dtype, seed), _shares(spec, naming.hf_names, spread), None
+        put, wanted, sizes = _dummy(spec, dtype, seed), _shares(spec, naming.hf_names, spread), None
     else:
         checkpoint = _open(source, spec, load_format)
         _check(checkpoint, source, spec)
-        wanted, sizes = _shares(spec, checkpoint.name, spread), checkpoint.infos
-
-        def read(piece: Piece) -> np.ndarray:
-            return _read(checkpoint, piece, DTYPES[dtype])
+        put, wanted, sizes = partial(_put, checkpoint), _shares(spec, checkpoint.name, spread), checkpoint.infos
 
     amount = {
         name: sum(_stored_bytes(sizes, p) for share in shares for p in share.pieces) for name, shares in wanted.items()
@@ -86,21 +88,45 @@ def load_params(
     total, done = sum(amount.values()), 0
 
     def load(name: str, leaf: Any) -> jax.Array:
+        arrays = _arrays(wanted[name], put, DTYPES[dtype])
+        if spread is None:
+            placed = [jax.device_put(arrays[0])]
+        else:
+            placed = [
+                jax.device_put(array, device)
+                for share, array in zip(wanted[name], arrays, strict=True)
+                for device in share.devices
+            ]
+        jax.block_until_ready(placed)  # else a card's copies would wait in host memory
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed) if spread else placed[0]
+
+    def loaded(name: str) -> None:
         nonlocal done
-        arrays = _arrays(wanted[name], read, DTYPES[dtype])
         done += amount[name]
         if progress is not None and total:
             progress(done, total)
-        if spread is None:
-            return jax.device_put(arrays[0])
-        placed = [
-            jax.device_put(array, device)
-            for share, array in zip(wanted[name], arrays, strict=True)
-            for device in share.devices
-        ]
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
 
-    return map_named(load, spread.placed if spread else param_specs(spec))
+    tree = spread.placed if spread else param_specs(spec)
+    threads = 1 if load_format == "dummy" else min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    arrays = _in_threads(load, named_leaves(tree), threads, loaded)
+    return map_named(lambda name, leaf: arrays[name], tree)
+
+
+def _in_threads(
+    load: Callable[[str, Any], jax.Array], leaves: dict[str, Any], threads: int, loaded: Callable[[str], None]
+) -> dict[str, jax.Array]:
+    """``loaded`` is called from this thread, in the order of ``leaves``. The first error in that order is raised."""
+    with ThreadPoolExecutor(threads, "lmjax-weights") as pool:
+        futures = {name: pool.submit(load, name, leaf) for name, leaf in leaves.items()}
+        arrays = {}
+        try:
+            for name, future in futures.items():
+                arrays[name] = future.result()
+                loaded(name)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return arrays
 
 
 def _shares(
@@ -142,22 +168,24 @@ def _stored_bytes(infos: dict[str, TensorInfo] | None, piece: Piece) -> int:
     return info.size * piece.size // max(math.prod(info.shape), 1)
 
 
-def _dummy(spec: DecoderSpec, dtype: str, seed: int) -> Callable[[Piece], np.ndarray]:
-    """Reads slices of the tensors that ``init_params`` would make."""
+def _dummy(spec: DecoderSpec, dtype: str, seed: int) -> Put:
+    """Puts slices of the tensors that ``init_params`` would make."""
     owners, params = naming.by_tensor(naming.hf_names(spec)), named_leaves(param_specs(spec))
     latest: tuple[str, np.ndarray] | None = None
 
-    def read(piece: Piece) -> np.ndarray:
+    def put(piece: Piece, place: np.ndarray) -> None:
         nonlocal latest
         name, part = owners[piece.name]
         if latest is None or latest[0] != name:
             latest = name, init_param(name, params[name], dtype, seed)
         tensor = part.extract(latest[1])
         if piece.rows:
-            return tensor[slice(*piece.rows)]
-        return tensor[..., slice(*piece.columns)] if piece.columns else tensor
+            tensor = tensor[slice(*piece.rows)]
+        if piece.columns:
+            tensor = tensor[..., slice(*piece.columns)]
+        place[...] = tensor.reshape(place.shape)
 
-    return read
+    return put
 
 
 def _open(source: ModelSource, spec: DecoderSpec, load_format: str) -> _Checkpoint:
@@ -167,8 +195,8 @@ def _open(source: ModelSource, spec: DecoderSpec, load_format: str) -> _Checkpoi
         kind = {"hf": "a directory of .safetensors files", "gguf": "a .gguf file"}[source.kind]
         raise WeightError(source.weights, f"is {kind}; --load-format {load_format} cannot read it")
     if source.kind == "gguf":
-        return _Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, gguf.read_tensor)
-    return _Checkpoint(safetensors.read_directory(source.weights), naming.hf_names, safetensors.read_tensor)
+        return _Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, gguf.read_into)
+    return _Checkpoint(safetensors.read_directory(source.weights), naming.hf_names, safetensors.read_into)
 
 
 def _check(checkpoint: _Checkpoint, source: ModelSource, spec: DecoderSpec) -> None:
@@ -201,40 +229,32 @@ def _some(names: list[str]) -> str:
     return f"{len(names)} tensors ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) are"
 
 
-def _arrays(shares: list[_Share], read: Callable[[Piece], np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
+def _arrays(shares: list[_Share], put: Put, dtype: np.dtype) -> list[np.ndarray]:
     """The shares of one parameter in fresh buffers. A slice that several hold (a repeated KV head) is read once."""
     seen: dict[tuple[str, Range | None, Range | None], np.ndarray] = {}
-
-    def values(piece: Piece) -> np.ndarray:
-        key = piece.name, piece.rows, piece.columns
-        if len(shares) == 1:
-            return read(piece)
-        if key not in seen:
-            seen[key] = read(piece)
-        return seen[key]
-
     out = []
     for share in shares:
-        only = share.pieces[0] if len(share.pieces) == 1 else None
-        if only and not only.index and not only.heads and only.size == math.prod(share.shape):
-            out.append(read(only).reshape(share.shape))
-            continue
         array = aligned_empty(share.whole, dtype)
         if not share.pieces:
             array[:] = 0
         for piece in share.pieces:
-            piece.fill(array, values(piece))
+            key, place = (piece.name, piece.rows, piece.columns), piece.place(array)
+            if key in seen:
+                place[...] = seen[key].reshape(place.shape)
+            else:
+                put(piece, place)
+                seen[key] = place
         out.append(array.reshape(share.shape))
     return out
 
 
-def _read(checkpoint: _Checkpoint, piece: Piece, dtype: np.dtype) -> np.ndarray:
+def _put(checkpoint: _Checkpoint, piece: Piece, place: np.ndarray) -> None:
     info, name = checkpoint.infos[piece.name], piece.name
     try:
-        return cast(checkpoint.read(info, piece.rows, piece.columns), dtype)
+        checkpoint.read_into(info, place, piece.rows, piece.columns)
     except FloatingPointError as error:
         raise WeightError(
-            info.file, f"tensor {name} has values beyond {dtype}: use --dtype bfloat16 or float32"
+            info.file, f"tensor {name} has values beyond {place.dtype}: use --dtype bfloat16 or float32"
         ) from error
     except OSError as error:
         raise WeightError(info.file, f"tensor {name} cannot be read: {error.strerror}") from error

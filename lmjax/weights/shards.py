@@ -9,6 +9,7 @@ import numpy as np
 
 from lmjax.models.names import Index, TensorPart
 from lmjax.weights.safetensors import Range
+from lmjax.weights.streaming import convert
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,24 @@ class Piece:
         """Values that are read."""
         return math.prod(self.shape)
 
+    def place(self, share: np.ndarray) -> np.ndarray:
+        """Where the values go: a view of ``share`` with as many, in the checkpoint's order. Rows of ``share`` that the
+        tensor does not have (a padded vocabulary) are set to zero."""
+        target = share[(*self.index, ...)]  # a view, even of a single number
+        if target.size != self.size:
+            target[self.shape[0] :] = 0
+            return target[: self.shape[0]]
+        if not self.heads:
+            return target
+        axis = target.ndim - len(self.shape)  # of a head's features, whose two halves are interleaved in the checkpoint
+        halves = target.view()
+        halves.shape = (*target.shape[:axis], 2, target.shape[axis] // 2, *target.shape[axis + 1 :])
+        return halves.swapaxes(axis, axis + 1)
+
     def fill(self, share: np.ndarray, values: np.ndarray) -> None:
-        """values: of ``shape``. Rows that the tensor does not have (a padded vocabulary) are set to zero."""
-        if self.heads:
-            values = TensorPart(self.name, self.shape, (), self.heads).in_order(values)
-        target = share[self.index]
-        if target.size == values.size:
-            share[self.index] = values.reshape(target.shape)
-            return
-        target[: len(values)] = values
-        target[len(values) :] = 0
+        """values: of ``shape``, as the checkpoint has them."""
+        place = self.place(share)
+        convert(values.reshape(place.shape), place)
 
 
 def pieces(
