@@ -188,13 +188,10 @@ CASES: dict[str, tuple[Callable[[Path], None], str, tuple[str, ...]]] = {
         ("model.embed_tokens.weight", "1048576"),
     ),
     "tokens beyond the embedding": (
-        lambda path: (
-            (
-                with_tensor("lm_head.weight", lambda a: a[:64])(path),
-                with_tensor("model.embed_tokens.weight", lambda a: a[:64])(path),
-                edit_json("config.json", vocab_size=64)(path),
-            )
-            and None
+        both(
+            with_tensor("lm_head.weight", lambda a: a[:64]),
+            with_tensor("model.embed_tokens.weight", lambda a: a[:64]),
+            edit_json("config.json", vocab_size=64),
         ),
         "config.json",
         ("vocab_size is 64", "tokenizer"),
