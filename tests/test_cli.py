@@ -38,7 +38,8 @@ def command(*arguments, input=None, timeout=60):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in ("serve", "generate", "plan", "compile"))]
+    "arguments",
+    [["--help"], ["--version"], *([name, "--help"] for name in ("serve", "generate", "plan", "compile", "verify"))],
 )
 def test_help_is_quick_because_it_imports_little(arguments):
     code = (
