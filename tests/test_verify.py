@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -19,6 +20,7 @@ from tests.fixtures import make_model
 
 IDS = "--prompt-token-ids=" + ",".join(str(7 * i % 90) for i in range(41))
 SINGLE = "model.safetensors"
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +74,15 @@ def test_logits_are_those_of_transformers(tmp_path, monkeypatch):
     """Of both sides: else they might agree on nonsense."""
     case = "qwen3_window"
     path, prompt = tiny.write(case, tmp_path), tiny.prompts(case)[0]
-    golden = np.load("tests/goldens/tiny.npz")
+    wanted = np.load(ROOT / "tests/goldens/tiny.npz")[f"{case}/0"]
     seen = []
     logits = layer_errors._Walk.logits
     monkeypatch.setattr(layer_errors._Walk, "logits", lambda walk: seen.append(logits(walk)) or seen[-1])
     assert cli.main(["verify", str(path), "--prompt-token-ids", " ".join(map(str, prompt))]) == 0
-    wanted = golden[f"{case}.0"]
-    for found in seen:
-        np.testing.assert_allclose(found[:, tiny.stored_positions(case)[0]].T, wanted, atol=2e-3)
     assert len(seen) == 2
+    for found in seen:
+        got = found[:, tiny.stored_positions(case)[0]].T
+        assert np.abs(got - wanted).max() / np.abs(wanted).max() < 1e-4
 
 
 def test_bfloat16_differs_by_its_rounding(model, capsys):
@@ -115,7 +117,7 @@ def test_a_perturbed_layer_is_found(model, tmp_path, capsys, name):
 
 
 def test_what_is_served_is_what_is_measured(model, capsys, monkeypatch):
-    """A kernel that is wrong for decode rows alone: every fourth token comes as one."""
+    """A kernel that is wrong for decode rows alone: the last four tokens come as such."""
     paged = layer_errors.decoder.paged
 
     def wrong(qkv, p, a, pool, step, index, eps, env):

@@ -86,11 +86,13 @@ def load_params(
         name: sum(_stored_bytes(sizes, p) for share in shares for p in share.pieces) for name, shares in wanted.items()
     }
     total, done = sum(amount.values()), 0
+    device = jax.config.jax_default_device  # of this thread's context, which the reading threads do not have
 
     def load(name: str, leaf: Any) -> jax.Array:
         arrays = _arrays(wanted[name], put, DTYPES[dtype])
         if spread is None:
-            placed = [jax.device_put(arrays[0])]
+            with jax.default_device(device):
+                placed = [jax.device_put(arrays[0])]
         else:
             placed = [
                 jax.device_put(array, device)
