@@ -19,13 +19,15 @@ from lmjax.flags import (
     SAMPLING,
     SERVER,
     SIZING,
+    VERIFIED,
+    VERIFY,
     Option,
     Parser,
     add_options,
     engine_options,
     settings_of,
 )
-from lmjax.types import EngineDeadError
+from lmjax.types import EngineDeadError, ModelError
 
 if TYPE_CHECKING:
     from lmjax.protocol import EngineClient
@@ -39,7 +41,8 @@ _SETTINGS_NAMES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 fine, 1 failed, 2 wrong flags, settings or input, 130 interrupted."""
+    """Exit code: 0 fine, 1 failed (the model's files at fault among that), 2 wrong flags, settings or input, 130
+    interrupted."""
     arguments = _parser().parse_args(argv)
     command = _COMMANDS[arguments.command]
     try:
@@ -49,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:  # settings, model files, input: ConfigError, WeightError, ParameterError, ...
         if type(error).__module__.split(".")[0] not in ("lmjax", "server"):
             raise  # not ours: a bug, which needs its traceback
-        return _fail(arguments, error, 2)
+        return _fail(arguments, error, 1 if isinstance(error, ModelError) else 2)
     except EngineDeadError as error:
         return _fail(arguments, error, 1)
 
@@ -84,17 +87,27 @@ def _parser() -> argparse.ArgumentParser:
     add_options(compile, "compile", COMPILE)
     for command in (plan, compile):
         add_options(command, "device", DEVICE)
-    for command in (serve, generate, plan, compile):
+    verify = commands.add_parser("verify", help="how far what is served is from float32, layer by layer")
+    verify.add_argument(
+        "model", nargs="?", default=argparse.SUPPRESS, help="a directory, a .gguf file, a hub name [smollm2]"
+    )
+    add_options(verify, "verify", VERIFY)
+    for command in (serve, generate, plan, compile, verify):
         command.add_argument("--config", metavar="FILE", help="JSON or TOML with settings, named as the flags")
     for command in (serve, generate):
         add_options(command, "engine", options)
     add_options(plan, "engine", _sizing_options())
     add_options(compile, "engine", _sizing_options("bundle"))
+    add_options(verify, "engine", _engine_options(VERIFIED))
     return parser
 
 
 def _sizing_options(*more: str) -> tuple[Option, ...]:
-    return tuple(option for option in engine_options() if option.name in (*SIZING, *more))
+    return _engine_options((*SIZING, *more))
+
+
+def _engine_options(names: tuple[str, ...]) -> tuple[Option, ...]:
+    return tuple(option for option in engine_options() if option.name in names)
 
 
 # --- serve --------------------------------------------------------------------------------------------------------
@@ -182,7 +195,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     return run(job, config)
 
 
-# --- plan, compile ------------------------------------------------------------------------------------------------
+# --- plan, compile, verify --------------------------------------------------------------------------------------------
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -203,6 +216,15 @@ def _compile(arguments: argparse.Namespace) -> int:
     return compile(EngineConfig(**given).validate(), device, autotune_results)
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    from lmjax.verifying import Asked, verify
+
+    given = settings_of(arguments, (*_engine_options(("model", *VERIFIED)), *VERIFY))
+    own = {option.name: given.pop(option.name) for option in VERIFY if option.name in given}
+    asked = Asked(token_ids=own.pop("prompt_token_ids", None), **own)
+    return verify(EngineConfig(**given).validate(), asked)
+
+
 def _device(given: dict[str, Any]) -> str:
     """Takes ``--device`` out of ``given``."""
     if "device" not in given:
@@ -210,7 +232,7 @@ def _device(given: dict[str, Any]) -> str:
     return given.pop("device")
 
 
-_COMMANDS = {"serve": _serve, "generate": _generate, "plan": _plan, "compile": _compile}
+_COMMANDS = {"serve": _serve, "generate": _generate, "plan": _plan, "compile": _compile, "verify": _verify}
 
 if __name__ == "__main__":
     sys.exit(main())

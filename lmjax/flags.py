@@ -81,6 +81,17 @@ PLAN = (
     Option("length", int, "tokens of a request, for concurrency and decode steps (default: the context length)"),
     Option("json", bool, "print JSON", False),
 )
+VERIFY = (
+    Option("prompt", str, "the text to run (default: 50 words of prose, numbers and code)"),
+    Option("prompt_token_ids", str, "token ids instead, with spaces or commas between: no tokenizer is needed"),
+    Option("max_error", float, "most relative RMS of any row (default: 0.001 in float32, 0.02 float16, 0.1 bfloat16)"),
+    Option("reference", str, "another checkpoint of the same shape to compare with (default: the model itself)"),
+    Option("json", bool, "print JSON", False),
+)
+VERIFIED = (
+    *("revision", "download_dir", "hf_overrides", "tokenizer", "load_format", "seed", "dtype", "kv_cache_dtype"),
+    *("max_model_len", "block_size", "attention_backend", "compilation_cache_dir", "gpu_memory_utilization"),
+)
 COMPILE = (Option("autotune_results", str, "file that such a card has dumped (XLA's autotune results)"),)
 SIZING = (
     *("model", "revision", "download_dir", "hf_overrides", "dtype", "kv_cache_dtype", "max_model_len", "block_size"),

@@ -39,6 +39,11 @@ class QueueFullError(RuntimeError):
         self.retry_after = retry_after
 
 
+class ModelError(ValueError):
+    """A model's files are missing, damaged or of a kind that is not supported: one line that names the file and the
+    cause. The settings are not at fault."""
+
+
 class OrderError(ValueError):
     """An engine did not do what its operator asked (weights, sleep); nothing has changed. ``internal``: the engine is
     at fault, not what was asked."""

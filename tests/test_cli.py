@@ -38,7 +38,8 @@ def command(*arguments, input=None, timeout=60):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in ("serve", "generate", "plan", "compile"))]
+    "arguments",
+    [["--help"], ["--version"], *([name, "--help"] for name in ("serve", "generate", "plan", "compile", "verify"))],
 )
 def test_help_is_quick_because_it_imports_little(arguments):
     code = (
@@ -74,13 +75,11 @@ def test_help_is_quick_because_it_imports_little(arguments):
         (["serve", "--shutdown-timeout", "-1"], "--shutdown-timeout: got -1.0"),
         (["serve", "--config", "/no/file"], "--config: /no/file: No such file"),
         (["generate", "--temperature", "-1", "hi"], "temperature: got -1.0, must be"),
-        (["generate", "--model", "/no/model", "hi"], "no such file"),
         (["generate", "--file", "x"], "--file and --output go together"),
         (["generate", "hi", "--file", "x", "--output", "y"], "there is a prompt on the command line, too"),
         (["generate", "--file", "/no/file", "--output", "y"], "--file: /no/file: No such file"),
         (["plan", "--model", "x"], "--device: is missing"),
         (["plan", "--device", "h300", "--model", "tests/configs/llama-3.1-8b.json"], "--device: got 'h300', must be"),
-        (["plan", "--device", "h200", "--model", "/no/config.json"], "no such file"),
         (["plan", "--device", "h200", "--port", "8000"], "--port"),
         (["compile", "--device", "cpu"], "--bundle: is missing"),
         (["compile", "--device", "cpu", "--bundle", "x", "--autotune-results", "y"], "cpu is one device"),
@@ -96,6 +95,22 @@ def test_a_wrong_value_is_one_line_and_code_2(arguments, message, capsys):
     written = capsys.readouterr()
     assert code == 2 and written.out == ""
     assert message in written.err and written.err.startswith("lmjax") and written.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "hi"],
+        ["serve", "--host", "127.0.0.1", "--port", "0", "--log-level", "error"],
+        ["plan", "--device", "h200"],
+    ],
+)
+def test_a_model_that_is_not_there_is_one_line_and_code_1(arguments, capsys):
+    """tests/test_malformed.py has what is wrong with one that is there."""
+    assert cli.main([*arguments, "--model", "/no/config.json"]) == 1
+    written = capsys.readouterr()
+    assert written.out == "" and written.err.count("\n") == 1
+    assert written.err.startswith(f"lmjax {arguments[0]}: error: '/no/config.json': no such file")
 
 
 def parsed(*arguments):

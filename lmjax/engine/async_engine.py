@@ -33,7 +33,7 @@ from lmjax.engine.records import (
 )
 from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineReport, EngineStats
-from lmjax.types import EngineDeadError, OrderError, RequestUpdate, SamplingParams
+from lmjax.types import EngineDeadError, ModelError, OrderError, RequestUpdate, SamplingParams
 
 log = logging.getLogger("lmjax.engine")
 
@@ -85,7 +85,8 @@ class AsyncEngine:
         ``executor``: "module:function" that builds the executor from the config, in the engine's process.
         ``front``: that of another engine of the same model; ``environment``: variables for the process;
         ``label``: begins the lines of its log.
-        Raises ``ConfigError`` when the settings or the model are at fault, else ``EngineDeadError``.
+        Raises ``ConfigError`` when the settings are at fault, ``ModelError`` when the model's files are, else
+        ``EngineDeadError``.
         """
         self = cls()
         self._progress, self._on_dead, self._label = progress, on_dead, label
@@ -271,7 +272,8 @@ class AsyncEngine:
                 if not self._started.done():
                     self._started.set_result(message.info)
             case Dead():
-                self._die(message.message, ConfigError if message.config else EngineDeadError)
+                kind = ModelError if message.model else ConfigError if message.config else EngineDeadError
+                self._die(message.message, kind)
 
     def _publish(self, record: StepRecord) -> None:
         if record.stats is not None:
@@ -351,5 +353,7 @@ def _wake(requests: list[RequestState]) -> None:
 def _load_front(config: EngineConfig) -> Front:
     try:
         return load_front(config)
+    except ModelError:
+        raise
     except ValueError as error:
         raise ConfigError(one_line(error)) from error

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmjax.config import ConfigError, EngineConfig, SchedulerConfig
 from lmjax.protocol import EngineInfo
 from lmjax.text.objects import tokenizer_from
 from lmjax.text.tokenizer import Tokenizer, load_tokenizer
+from lmjax.types import ModelError
 from lmjax.weights.generation import eos_token_ids, sampling_defaults
 from lmjax.weights.given import NOTHING, Given
 from lmjax.weights.source import resolve_model
@@ -61,6 +63,7 @@ def load_front(config: EngineConfig, given: Given = NOTHING, tokenizer: Any = No
         tokenizer = tokenizer_from(tokenizer, config.chat_template)
     else:
         tokenizer = load_tokenizer(config.tokenizer or source.path, chat_template=config.chat_template)
+    check_vocabulary(tokenizer, source.config.get("vocab_size"), source.config_file)
     ends = list(eos_token_ids(source.config, source.generation_config))
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
@@ -68,6 +71,19 @@ def load_front(config: EngineConfig, given: Given = NOTHING, tokenizer: Any = No
     model_type = str(source.config.get("model_type", "unknown"))
     model = str(source.path) if given.source else config.model
     return Front(model, model_type, tokenizer, tuple(dict.fromkeys(ends)), defaults)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: Any, file: Path) -> None:
+    """Raises ``ModelError`` where texts would become ids that the embedding has no row for: the tokenizer is another
+    model's. Tokens that were added to it may be beyond (Gemma 3 has one for images): a request with them is refused."""
+    if type(vocab_size) is not int:  # the spec will say so
+        return
+    ids = tokenizer.text_vocab_size
+    if ids > vocab_size:
+        raise ModelError(
+            f"{file}: vocab_size is {vocab_size}, too small for the {ids} tokens of the tokenizer in "
+            f"{tokenizer.settings.source}: they are of different models"
+        )
 
 
 def build_engine(

@@ -13,7 +13,7 @@ from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.build import DEFAULT_EXECUTOR
 from lmjax.engine.process import EngineProcess
 from lmjax.engine.records import Dead, Following, Progress
-from lmjax.types import EngineDeadError
+from lmjax.types import EngineDeadError, ModelError
 from lmjax.weights.source import resolve_model
 
 log = logging.getLogger("lmjax.engine")
@@ -78,7 +78,8 @@ def _messages(process: EngineProcess, rank: int | None) -> list[Any]:
             case Following():
                 log.info("rank %s is ready, and does what rank 0 says", rank)
             case Dead():
-                raise (ConfigError if message.config else EngineDeadError)(message.message)
+                kind = ModelError if message.model else ConfigError if message.config else EngineDeadError
+                raise kind(message.message)
     return found
 
 

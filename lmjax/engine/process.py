@@ -35,6 +35,7 @@ from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.records import Dead, Following, Inbound, Outbound, Progress, Ready
 from lmjax.engine.vital_signs import SILENCE, VitalSigns
 from lmjax.engine.watchdog import Watchdog, step_timeout
+from lmjax.types import ModelError
 
 log = logging.getLogger("lmjax.engine")
 
@@ -244,7 +245,8 @@ def serve(config: EngineConfig, executor: str, channel: Channel) -> int:
         OSError,
     ) as error:  # settings or files; weights' and models' errors are ValueErrors
         log.debug("the engine could not start", exc_info=True)
-        return _failed(channel, ranks, one_line(error), config=True)
+        model = isinstance(error, ModelError)
+        return _failed(channel, ranks, one_line(error), config=not model, model=model)
     except Exception as error:
         log.exception("the engine could not start")
         return _failed(channel, ranks, f"the engine could not start: {type(error).__name__}: {one_line(error)}")
@@ -288,11 +290,11 @@ def _follower(config: EngineConfig, channel: Channel) -> Loop:
     return follower.run, follower.close
 
 
-def _failed(channel: Channel, ranks: Ranks | None, message: str, config: bool = False) -> int:
+def _failed(channel: Channel, ranks: Ranks | None, message: str, config: bool = False, model: bool = False) -> int:
     """Tells the parent. With other ranks it does not return: their collectives would wait for this one for ever."""
     if ranks is not None:
         ranks.failed(message, config)
-    channel.send(Dead(message, config))
+    channel.send(Dead(message, config, model))
     return 2 if config else 1
 
 

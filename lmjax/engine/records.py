@@ -97,10 +97,12 @@ class Following(msgspec.Struct, tag="following", array_like=True):
 
 
 class Dead(msgspec.Struct, tag="dead", array_like=True):
-    """The engine could not start or its loop failed; ``message`` is one line. ``config``: the settings are at fault."""
+    """The engine could not start or its loop failed; ``message`` is one line. ``config``: the settings are at fault;
+    ``model``: the model's files are."""
 
     message: str
     config: bool = False
+    model: bool = False
 
 
 Outbound = StepRecord | ControlReply | Progress | Ready | Following | Dead

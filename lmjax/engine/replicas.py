@@ -18,7 +18,7 @@ from lmjax.engine.process import one_line
 from lmjax.engine.routing import RUNNING_COST, Replica, block_names, by_cost
 from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineReport, EngineStats
-from lmjax.types import EngineDeadError, OrderError, QueueFullError, RequestUpdate, SamplingParams
+from lmjax.types import EngineDeadError, ModelError, OrderError, QueueFullError, RequestUpdate, SamplingParams
 
 log = logging.getLogger("lmjax.engine")
 
@@ -69,7 +69,8 @@ class Replicas:
     ) -> Replicas:
         """Starts ``count`` engines: one, which fills the compile cache, then the others at once.
 
-        Raises ``ConfigError`` when the settings or the model are at fault, else ``EngineDeadError``.
+        Raises ``ConfigError`` when the settings are at fault, ``ModelError`` when the model's files are, else
+        ``EngineDeadError``.
         """
         if config.nnodes > 1:
             raise ConfigError(f"--data-parallel-size: got {count}, must be 1 with --nnodes above 1")
@@ -325,7 +326,7 @@ class Replicas:
             try:
                 await self._start_one(index)
                 return
-            except (ConfigError, EngineDeadError) as error:
+            except (ConfigError, ModelError, EngineDeadError) as error:
                 failures, delay = failures + 1, min(2 * delay, LONGEST_DELAY)
                 log.error("engine %d could not be started: %s; next try in %g s", index, one_line(error), delay)
                 if failures >= MOST_FAILURES and not self._engines:

@@ -44,6 +44,7 @@ from lmjax.runtime.platform import (
     writing_to_own_cache,
 )
 from lmjax.runtime.programs import all_programs
+from lmjax.runtime.progress import loading_bar
 from lmjax.runtime.ranks import (
     Follower,
     Leader,
@@ -172,7 +173,7 @@ def _prepare(config: EngineConfig, tell: Progress, target: Target | None, given:
         params = _take(adapter, given, tell)
     else:
         tell("loading weights")
-        params = _load(resolved, tell)
+        params = _load(resolved)
 
     tell("sizing the KV pool")
     plan, bundle = plan_memory(resolved, bundle, tell, ranks)
@@ -230,8 +231,9 @@ def _take(adapter: Adapter | None, given: Given, tell: Progress) -> Any:
     return found.params
 
 
-def _load(resolved: Resolved, tell: Progress) -> Any:
-    return read_weights(resolved, resolved.source, resolved.config.load_format, _in_tenths(tell))
+def _load(resolved: Resolved) -> Any:
+    with loading_bar(shown=not resolved.config.node_rank) as listen:
+        return read_weights(resolved, resolved.source, resolved.config.load_format, listen)
 
 
 def plan_memory(
@@ -323,16 +325,3 @@ def _free_memory(resolved: Resolved) -> int:
         return available_memory()
     limit, used = _device_memory(resolved.local_devices)
     return limit - used
-
-
-def _in_tenths(tell: Progress) -> Callable[[int, int], None]:
-    """A listener to (bytes read, bytes in all) that speaks up at every tenth."""
-    last = 0
-
-    def listen(done: int, total: int) -> None:
-        nonlocal last
-        if (tenth := 10 * done // total) > last:
-            last = tenth
-            tell(f"loading weights: {10 * tenth} % of {gib(total)}")
-
-    return listen

@@ -76,7 +76,7 @@ def load_beside(resolved: Resolved, num_sharing: int, free: Callable[[], int], p
     config, source = resolved.config, resolved.source
     if path is not None:
         source = _source(config.hf_overrides, path)
-        _check_same(make_spec(resolved.source, config.max_model_len), _spec(source, config.max_model_len), path)
+        check_same(make_spec(resolved.source, config.max_model_len), _spec(source, config.max_model_len), path)
     need, there = weights_of(resolved.spec, resolved.dtype, resolved.degree).bytes * num_sharing, free()
     if need > there:
         raise ConfigError(
@@ -101,11 +101,12 @@ def _source(overrides: dict[str, Any] | None, path: str) -> ModelSource:
 def _spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
     try:
         return make_spec(source, max_model_len)
-    except ConfigError as error:
+    except (ConfigError, WeightError) as error:
         raise WeightError(source.path, f"is no model of this kind: {error}") from error
 
 
-def _check_same(served: DecoderSpec, other: DecoderSpec, path: str) -> None:
+def check_same(served: DecoderSpec, other: DecoderSpec, path: str) -> None:
+    """Raises ``WeightError`` where the weights of one could not be the other's."""
     for f in fields(served):
         ours, theirs = getattr(served, f.name), getattr(other, f.name)
         if ours == theirs:

@@ -23,6 +23,7 @@ from lmjax.runtime.programs import Shapes, forward_program, sample_program
 from lmjax.runtime.quantization import packed_spec
 from lmjax.runtime.state import COPY_BATCH, MOST_WAITING, SWAP_BATCH
 from lmjax.types import KVSpec
+from lmjax.weights.errors import WeightError
 from lmjax.weights.quant import without
 from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.paged_attention import choose as choose_attention
@@ -183,6 +184,7 @@ def model_source(config: EngineConfig) -> ModelSource:
 
 
 def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
+    """Raises ``WeightError`` where config.json is at fault, ``ConfigError`` where a setting is."""
     try:
         # what files quantise is a matter of their reader; weights in memory are what they are
         return spec_from_hf(without(source.config) if source.kind != "arrays" else source.config, max_model_len)
@@ -190,8 +192,11 @@ def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
         name, _, rest = str(error).partition(":")
         if name == "max_model_len":
             raise ConfigError(f"--max-model-len:{rest}") from error
-        where = "config" if source.kind == "arrays" else f"--model: {source.path}"
-        raise ConfigError(f"{where}: {error}") from error
+        if source.kind == "arrays":
+            raise ConfigError(f"config: {error}") from error
+        if name.split(".")[0] in source.overridden:
+            raise ConfigError(f"--hf-overrides: {error}") from error
+        raise WeightError(source.config_file, str(error)) from error
 
 
 def _dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:

@@ -56,20 +56,21 @@ def _sentencepiece_file(directory: Path) -> Path | None:
     return next((directory / name for name in names if (directory / name).is_file()), None)
 
 
-def _json(file: Path) -> Any:
+def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{file} must hold a JSON object")
+    return value
 
 
 def _config(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json; of older directories special_tokens_map.json and added_tokens.json are merged in."""
     config = _json(directory / "tokenizer_config.json")
-    if not isinstance(config, dict):
-        raise TokenizerError(f"{directory / 'tokenizer_config.json'} must hold a JSON object")
     if "added_tokens_decoder" not in config:
         config |= _json(directory / "special_tokens_map.json")
         legacy = _json(directory / "added_tokens.json")

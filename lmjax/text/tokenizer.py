@@ -51,7 +51,8 @@ class Tokenizer:
         special = {token.content for token in added.values() if token.special}
         self.added_tokens: dict[int, str] = {i: token.content for i, token in added.items()}
         self.special_ids: frozenset[int] = frozenset(i for i, text in self.added_tokens.items() if text in special)
-        self.vocab_size: int = max([backend.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
+        self.text_vocab_size: int = backend.get_vocab_size(with_added_tokens=False)  # without what was added
+        self.vocab_size: int = max([self.text_vocab_size - 1, *added]) + 1
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         self.pad_token_id = self._named_id("pad_token")

@@ -7,6 +7,8 @@ import math
 import ml_dtypes
 import numpy as np
 
+from lmjax.weights.streaming import convert
+
 ALIGNMENT = 64  # bytes; the CPU backend takes such arrays over without a copy
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -31,7 +33,5 @@ def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if array.dtype == dtype and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
         return array
     out = aligned_empty(array.shape, dtype)
-    with np.errstate(over="raise"):
-        # bfloat16 -> float16 has no overflow check of its own: go through float32
-        out[...] = array.astype(np.float32) if dtype == np.float16 and array.dtype.itemsize == 2 else array
+    convert(array, out)
     return out

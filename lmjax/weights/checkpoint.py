@@ -14,6 +14,7 @@ from lmjax.models.params import init_param, named_leaves, param_specs
 from lmjax.models.registry import family_layout
 from lmjax.models.spec import DecoderSpec
 from lmjax.weights import gguf, packing, quant_gguf, safetensors
+from lmjax.weights.buffers import aligned_empty
 from lmjax.weights.codes import Stored
 from lmjax.weights.errors import WeightError
 from lmjax.weights.gguf_config import ROPE_FREQS
@@ -21,20 +22,30 @@ from lmjax.weights.quant import Layout, layout_of
 from lmjax.weights.quant_load import AtLoad
 from lmjax.weights.safetensors import Range, TensorInfo
 from lmjax.weights.source import ModelSource
+from lmjax.weights.streaming import all_finite, convert, not_finite
 
 LOAD_FORMATS = {"auto": ("hf", "gguf"), "safetensors": ("hf",), "gguf": ("gguf",)}
 FLOATS = ("F64", "F32", "F16", "BF16")
+FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """``infos``: of plain weights, those too that ``codes`` has quantised; ``read``: floats."""
+    """``infos``: of plain weights, those too that ``codes`` has quantised. ``read_into``: floats to their place, as
+    ``safetensors.read_into``."""
 
     infos: dict[str, TensorInfo]
     name: Callable[[DecoderSpec], naming.Names]
-    read: Callable[[TensorInfo, Range | None, Range | None], np.ndarray]
+    read_into: Callable[[TensorInfo, np.ndarray, Range | None, Range | None], None]
     codes: dict[str, Stored] = field(default_factory=dict)
     harmless: Callable[[str], bool] = lambda name: False
+
+    def read(self, info: TensorInfo, rows: Range | None, dtype: np.dtype) -> np.ndarray:
+        """The rows of a tensor in a fresh buffer."""
+        shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
+        out = aligned_empty(shape, dtype)
+        self.read_into(info, out, rows, None)
+        return out
 
 
 def dummy_checkpoint(spec: DecoderSpec, dtype: str, seed: int) -> Checkpoint:
@@ -43,18 +54,20 @@ def dummy_checkpoint(spec: DecoderSpec, dtype: str, seed: int) -> Checkpoint:
     owners = naming.by_tensor(parts)
     latest: tuple[str, np.ndarray] | None = None
 
-    def read(info: TensorInfo, rows: Range | None, columns: Range | None) -> np.ndarray:
+    def read_into(info: TensorInfo, out: np.ndarray, rows: Range | None, columns: Range | None) -> None:
         nonlocal latest
         name, held = owners[info.name]
         if latest is None or latest[0] != name:
             latest = name, init_param(name, params[name], dtype, seed)
         tensor = stored_tensor(held, latest[1])
         if rows:
-            return tensor[slice(*rows)]
-        return tensor[..., slice(*columns)] if columns else tensor
+            tensor = tensor[slice(*rows)]
+        if columns:
+            tensor = tensor[..., slice(*columns)]
+        out[...] = tensor.reshape(out.shape)
 
     infos = {name: TensorInfo(name, Path("dummy"), "F32", part.shape, 0, 0) for name, (_, (part, *_)) in owners.items()}
-    return Checkpoint(infos, naming.hf_names, read)
+    return Checkpoint(infos, naming.hf_names, read_into)
 
 
 def quantized(
@@ -69,7 +82,7 @@ def quantized(
         if stored is not None and source.kind == "hf":
             raise WeightError("--quantization", f"got {quantization}, but the checkpoint is quantised ({stored.name})")
         names = packing.chosen(checkpoint.name(spec))
-        at_load = AtLoad(quantization, names, lambda info, rows: checkpoint.read(info, rows, None))
+        at_load = AtLoad(quantization, names, lambda info, rows: checkpoint.read(info, rows, FLOAT32))
         return _with_codes(checkpoint, at_load.find(infos))
     if stored is None:
         return checkpoint
@@ -85,15 +98,19 @@ def quantized(
 
 
 def _with_codes(checkpoint: Checkpoint, codes: dict[str, Stored]) -> Checkpoint:
-    """``read`` gives what the codes stand for."""
+    """``read_into`` gives what the codes stand for."""
 
-    def read(info: TensorInfo, rows: Range | None, columns: Range | None) -> np.ndarray:
+    def read_into(info: TensorInfo, out: np.ndarray, rows: Range | None, columns: Range | None) -> None:
         if info.name not in codes:
-            return checkpoint.read(info, rows, columns)
+            checkpoint.read_into(info, out, rows, columns)
+            return
         floats = codes[info.name].dense(rows)
-        return floats if columns is None else floats[..., slice(*columns)]
+        if not all_finite(floats):
+            raise not_finite(info.file, info.name)
+        floats = floats if columns is None else floats[..., slice(*columns)]
+        convert(floats.reshape(out.shape), out)
 
-    return replace(checkpoint, read=read, codes=codes)
+    return replace(checkpoint, read_into=read_into, codes=codes)
 
 
 def stored_layout(source: ModelSource) -> Layout | None:
@@ -110,9 +127,9 @@ def open_checkpoint(source: ModelSource, spec: DecoderSpec, load_format: str) ->
         kind = {"hf": "a directory of .safetensors files", "gguf": "a .gguf file"}[source.kind]
         raise WeightError(source.weights, f"is {kind}; --load-format {load_format} cannot read it")
     if source.kind == "gguf":
-        return Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, gguf.read_tensor)
+        return Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, gguf.read_into)
     infos = naming.with_prefix(safetensors.read_directory(source.weights), spec)
-    return Checkpoint(infos, naming.hf_names, safetensors.read_tensor)
+    return Checkpoint(infos, naming.hf_names, safetensors.read_into)
 
 
 def check(checkpoint: Checkpoint, source: ModelSource, spec: DecoderSpec) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lmjax.types import ModelError
 
-class WeightError(ValueError):
+
+class WeightError(ModelError):
     """A model cannot be loaded. One line: the file (and tensor), the cause, and what would be right."""
 
     def __init__(self, where: str | Path, message: str):

@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lmjax.weights import safetensors
 from lmjax.weights.buffers import aligned_empty
 from lmjax.weights.errors import WeightError
-from lmjax.weights.safetensors import Range, TensorInfo, check_not_lfs, read_bytes
+from lmjax.weights.safetensors import Range, TensorInfo, check_not_lfs
+from lmjax.weights.streaming import all_finite, not_finite, pour
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -161,8 +164,20 @@ def dequantisable() -> list[str]:
 
 
 def read_tensor(info: TensorInfo, rows: Range | None = None, columns: Range | None = None) -> np.ndarray:
-    """float32 array of ``info.shape``, or the ``rows`` of its first axis or ``columns`` of its last, in a fresh buffer,
-    dequantised by chunks of rows. Columns may cut quantised blocks, so whole rows are read for them."""
+    """float32 array of ``info.shape``, or the ``rows`` of its first axis or ``columns`` of its last."""
+    shape = info.shape
+    if rows is not None:
+        shape = (rows[1] - rows[0], *shape[1:])
+    if columns is not None:
+        shape = (*shape[:-1], columns[1] - columns[0])
+    out = aligned_empty(shape, np.dtype(np.float32))
+    read_into(info, out, rows, columns)
+    return out
+
+
+def read_into(info: TensorInfo, out: np.ndarray, rows: Range | None = None, columns: Range | None = None) -> None:
+    """As ``safetensors.read_into``; dequantised by chunks of rows. Columns may cut quantised blocks, so whole rows are
+    read for them."""
     if rows is not None:
         each = info.size // max(info.shape[0], 1)
         info = replace(
@@ -171,30 +186,32 @@ def read_tensor(info: TensorInfo, rows: Range | None = None, columns: Range | No
             offset=info.offset + rows[0] * each,
             size=(rows[1] - rows[0]) * each,
         )
-    whole = _read_whole(info)
-    return whole if columns is None else whole[..., columns[0] : columns[1]]
+    if info.stored == "F32" and columns is None:
+        safetensors.read_into(info, out)
+    else:
+        parts = _dequantised(info)
+        pour(out, parts if columns is None else (part[:, slice(*columns)] for part in parts))
 
 
-def _read_whole(info: TensorInfo) -> np.ndarray:
+def _dequantised(info: TensorInfo) -> Iterator[np.ndarray]:
+    """float32 [rows, width], one after the other."""
     from gguf import GGMLQuantizationType, dequantize
 
     kind = GGMLQuantizationType[info.stored]
-    if info.stored == "F32":
-        out = aligned_empty(info.shape, np.dtype(np.float32))
-        read_bytes(info, out)
-        return out
-    raw = np.empty(info.size, np.uint8)
-    read_bytes(info, raw)
-    width = info.shape[-1] if info.shape else 1
-    rows = raw.reshape(math.prod(info.shape[:-1]), -1)
-    out = aligned_empty((len(rows), width), np.dtype(np.float32))
+    width, count = info.shape[-1] if info.shape else 1, math.prod(info.shape[:-1])
+    each = info.size // max(count, 1)  # bytes of a row
     step = max(CHUNK // max(width, 1) // 16 * 16, 16)
-    for at in range(0, len(rows), step):
+    for at in range(0, count, step):
+        raw = np.empty((min(step, count - at), each), np.uint8)
+        safetensors.read_bytes(info, raw, at * each)
         try:
-            out[at : at + step] = dequantize(rows[at : at + step], kind)
+            values = dequantize(raw, kind)
         except NotImplementedError as error:  # the loader asks dequantisable() first
             known = ", ".join(dequantisable())
             raise WeightError(
                 info.file, f"tensor {info.name}: type {info.stored} is not supported; known: {known}"
             ) from error
-    return out.reshape(info.shape)
+        values = np.ascontiguousarray(values, np.float32)
+        if not all_finite(values):
+            raise not_finite(info.file, info.name)
+        yield values

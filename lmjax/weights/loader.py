@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,15 +19,18 @@ from lmjax.models.params import layer_of, map_named, named_leaves, param_specs, 
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.packing import Packing
 from lmjax.weights import packing
-from lmjax.weights.buffers import DTYPES, aligned_empty, cast
+from lmjax.weights.buffers import DTYPES, aligned_empty
 from lmjax.weights.checkpoint import Checkpoint, check, dummy_checkpoint, open_checkpoint, quantized
 from lmjax.weights.codes import Codes
 from lmjax.weights.errors import WeightError
 from lmjax.weights.safetensors import Range, TensorInfo
 from lmjax.weights.shards import Piece, pieces
 from lmjax.weights.source import ModelSource
+from lmjax.weights.streaming import all_finite, not_finite
 
+MOST_THREADS = 8  # more do not read faster from memory or one disk
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
+Put = Callable[[Piece, np.ndarray], None]  # the piece's values to their place
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +69,10 @@ def load_params(
     ``load_format``: auto, safetensors, gguf; or dummy: random weights from ``seed``, no file is read.
     ``quantization``: int8, fp8 or int4 (``quant_load``) of the matrices of the layers. What of them stays packed is in
     ``spec`` (``LayerSpec.packing``); the rest becomes floats again.
-    Names, shapes and types of all tensors are checked before the first is read; ``WeightError`` names file and tensor.
-    Host memory: the parameters once (on a CPU the device's arrays are these very buffers) plus one tensor as stored
-    and one converted.
+    Names, shapes and types of all tensors are checked before the first is read, values (NaN, infinite) as they come;
+    ``WeightError`` names file and tensor. Some threads read, a parameter each, straight into its buffer.
+    Host memory: the parameters once (on a CPU the device's arrays are these very buffers) plus a few MB a thread; and
+    plus a tensor as stored a thread where it is quantised, or holds its numbers in another order (``Piece.direct``).
     """
     if load_format == "dummy":
         checkpoint = dummy_checkpoint(spec, dtype, seed)
@@ -77,41 +84,75 @@ def load_params(
     sizes = checkpoint.infos if load_format != "dummy" else None
     wanted, kept = _shares(spec, checkpoint.name, spread), packing.packings(spread.spec if spread else spec)
 
-    def read(piece: Piece) -> np.ndarray:
-        return _read(checkpoint, piece, DTYPES[dtype])
-
     amount = {
         name: sum(_stored_bytes(sizes, p) for share in shares for p in share.pieces) for name, shares in wanted.items()
     }
     total, done = sum(amount.values()), 0
-    made: dict[str, list[dict[str, np.ndarray]]] = {}  # of the packed parameter whose leaves are being asked for
+    device = jax.config.jax_default_device  # of this thread's context, which the reading threads do not have
 
-    def arrays_of(name: str, leaf: Any) -> tuple[str, list[np.ndarray]]:
-        parameter, _, part = name.rpartition(".")
-        if parameter not in kept:
-            return name, _arrays(wanted[name], read, DTYPES[dtype])
-        if parameter not in made:
-            made.clear()
-            made[parameter] = [_packed(checkpoint, share, kept[parameter]) for share in wanted[parameter]]
-        shape = leaf.sharding.shard_shape(leaf.shape) if spread else leaf.shape
-        return parameter, [leaves[part].reshape(shape) for leaves in made[parameter]]
-
-    def load(name: str, leaf: Any) -> jax.Array:
-        nonlocal done
-        parameter, arrays = arrays_of(name, leaf)
-        done += amount.pop(parameter, 0)
-        if progress is not None and total:
-            progress(done, total)
+    def placed(leaf: Any, shares: list[_Share], arrays: list[np.ndarray]) -> jax.Array:
         if spread is None:
-            return jax.device_put(arrays[0])
-        placed = [
-            jax.device_put(array, device)
-            for share, array in zip(wanted[parameter], arrays, strict=True)
+            with jax.default_device(device):
+                return jax.block_until_ready(jax.device_put(arrays[0].reshape(leaf.shape)))
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        parts = [
+            jax.device_put(array.reshape(shape), device)
+            for share, array in zip(shares, arrays, strict=True)
             for device in share.devices
         ]
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
+        jax.block_until_ready(parts)  # else a card's copies would wait in host memory
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
 
-    return map_named(load, spread.placed if spread else param_specs(spec))
+    def load(name: str, leaves: dict[str, Any]) -> dict[str, jax.Array]:
+        shares = wanted[name]
+        if name not in kept:
+            arrays = _arrays(shares, partial(_put, checkpoint), DTYPES[dtype])
+            return {own: placed(leaf, shares, arrays) for own, leaf in leaves.items()}
+        made = [_packed(checkpoint, share, kept[name]) for share in shares]
+        return {
+            own: placed(leaf, shares, [codes[own.rpartition(".")[2]] for codes in made]) for own, leaf in leaves.items()
+        }
+
+    def loaded(name: str) -> None:
+        nonlocal done
+        done += amount[name]
+        if progress is not None and total:
+            progress(done, total)
+
+    tree = spread.placed if spread else param_specs(spec)
+    threads = 1 if load_format == "dummy" else min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    arrays = _in_threads(load, _by_parameter(named_leaves(tree), kept), threads, loaded)
+    return map_named(lambda name, leaf: arrays[name], tree)
+
+
+def _by_parameter(leaves: dict[str, Any], kept: dict[str, Packing]) -> dict[str, dict[str, Any]]:
+    """{parameter: its leaves by name}: a packed one has several."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        parameter = name.rpartition(".")[0]
+        found.setdefault(parameter if parameter in kept else name, {})[name] = leaf
+    return found
+
+
+def _in_threads(
+    load: Callable[[str, Any], dict[str, jax.Array]],
+    parameters: dict[str, dict[str, Any]],
+    threads: int,
+    loaded: Callable[[str], None],
+) -> dict[str, jax.Array]:
+    """``loaded`` is called from this thread, in the order of ``parameters``. The first error in that order is
+    raised."""
+    with ThreadPoolExecutor(threads, "lmjax-weights") as pool:
+        futures = {name: pool.submit(load, name, leaves) for name, leaves in parameters.items()}
+        arrays: dict[str, jax.Array] = {}
+        try:
+            for name, future in futures.items():
+                arrays |= future.result()
+                loaded(name)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return arrays
 
 
 def _shares(
@@ -172,29 +213,28 @@ def _stored_bytes(infos: dict[str, TensorInfo] | None, piece: Piece) -> int:
     return info.size * piece.size // max(math.prod(info.shape), 1)
 
 
-def _arrays(shares: list[_Share], read: Callable[[Piece], np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
+def _arrays(shares: list[_Share], put: Put, dtype: np.dtype) -> list[np.ndarray]:
     """The shares of one parameter in fresh buffers. A slice that several hold (a repeated KV head) is read once."""
     seen: dict[tuple[str, Range | None, Range | None], np.ndarray] = {}
-
-    def values(piece: Piece) -> np.ndarray:
-        key = piece.name, piece.rows, piece.columns
-        if len(shares) == 1 and piece.view == AS_IT_IS:
-            return read(piece)
-        if key not in seen:
-            seen[key] = read(piece)
-        return seen[key]
-
     out = []
     for share in shares:
-        only = share.pieces[0] if len(share.pieces) == 1 else None
-        if only and not only.index and not only.heads and only.view == AS_IT_IS and only.size == math.prod(share.shape):
-            out.append(read(only).reshape(share.shape))
-            continue
         array = aligned_empty(share.whole, dtype)
         if not share.pieces:
             array[:] = 0
         for piece in share.pieces:
-            piece.fill(array, values(piece))
+            key = piece.name, piece.rows, piece.columns
+            if not piece.direct:
+                if key not in seen:
+                    seen[key] = aligned_empty(piece.shape, dtype)
+                    put(piece, seen[key])
+                piece.fill(array, seen[key])
+                continue
+            place = piece.place(array)
+            if key in seen:
+                place[...] = seen[key].reshape(place.shape)
+            else:
+                put(piece, place)
+                seen[key] = place
         out.append(array.reshape(share.shape))
     return out
 
@@ -226,16 +266,18 @@ def _codes(checkpoint: Checkpoint, piece: Piece, kept: Packing) -> Codes:
         raise ValueError("it is not quantised, the config says it is (modules_to_not_convert)")
     codes = found.read(piece.rows)
     assert isinstance(codes, Codes)
+    if not all_finite(codes.scale):
+        raise not_finite(checkpoint.infos[piece.name].file, piece.name)
     return packing.conform(codes, kept, piece.columns)
 
 
-def _read(checkpoint: Checkpoint, piece: Piece, dtype: np.dtype) -> np.ndarray:
+def _put(checkpoint: Checkpoint, piece: Piece, place: np.ndarray) -> None:
     info, name = checkpoint.infos[piece.name], piece.name
     try:
-        return cast(checkpoint.read(info, piece.rows, piece.columns), dtype)
+        checkpoint.read_into(info, place, piece.rows, piece.columns)
     except FloatingPointError as error:
         raise WeightError(
-            info.file, f"tensor {name} has values beyond {dtype}: use --dtype bfloat16 or float32"
+            info.file, f"tensor {name} has values beyond {place.dtype}: use --dtype bfloat16 or float32"
         ) from error
     except OSError as error:
         raise WeightError(info.file, f"tensor {name} cannot be read: {error.strerror}") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 from lmjax.weights.buffers import aligned_empty
 from lmjax.weights.errors import WeightError
+from lmjax.weights.streaming import fill, not_finite, read_exactly
 
 Range = tuple[int, int]  # start, stop
 INDEX = "model.safetensors.index.json"
@@ -60,40 +60,54 @@ class TensorInfo:
 
 def read_bytes(info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
     """Fill the contiguous array ``out`` with the tensor's bytes from ``start`` on."""
-    view = out.reshape(-1).view(np.uint8).data
-    with open(info.file, "rb") as f:
-        f.seek(info.offset + start)
-        _check_all(info, f.readinto(view), len(view))
+    with open(info.file, "rb", buffering=0) as f:
+        _read(info, f.fileno(), info.offset + start, out.reshape(-1).view(np.uint8))
+
+
+def read_into(info: TensorInfo, out: np.ndarray, rows: Range | None = None, columns: Range | None = None) -> None:
+    """The tensor, or the ``rows`` of its first axis or ``columns`` of its last, straight to its place.
+
+    out: as many values in the same order, of any shape, strides and float type; stored values are rounded to nearest
+    even. Only what is asked for is read. Raises ``WeightError`` for NaN and infinite values, and
+    ``FloatingPointError`` for those that become infinite.
+    """
+    kind, shape = np.dtype(DTYPES[info.stored]), info.shape
+    start, width = (0, 1) if columns is None else (columns[0], columns[1] - columns[0])
+    if rows is not None:
+        start = rows[0] * math.prod(shape[1:])
+    with open(info.file, "rb", buffering=0) as f:
+        descriptor = f.fileno()
+
+        def read(at: int, raw: np.ndarray) -> None:
+            _read(info, descriptor, info.offset + (start + at) * kind.itemsize, raw)
+
+        def read_columns(at: int, raw: np.ndarray) -> None:
+            done = 0
+            while done < len(raw):
+                row, column = divmod(at + done // kind.itemsize, width)
+                end = min(done + (width - column) * kind.itemsize, len(raw))
+                place = row * shape[-1] + start + column
+                _read(info, descriptor, info.offset + place * kind.itemsize, raw[done:end])
+                done = end
+
+        if not fill(out, kind, read if columns is None else read_columns):
+            raise not_finite(info.file, info.name)
 
 
 def read_tensor(info: TensorInfo, rows: Range | None = None, columns: Range | None = None) -> np.ndarray:
-    """The tensor as stored, or the ``rows`` of its first axis or ``columns`` of its last, in a fresh buffer. Only what
-    is asked for is read."""
-    kind, shape = np.dtype(DTYPES[info.stored]), info.shape
-    if columns is not None:
-        return _read_columns(info, kind, columns)
-    start = 0
+    """The tensor as stored, or the ``rows`` of its first axis or ``columns`` of its last, in a fresh buffer."""
+    shape = info.shape
     if rows is not None:
-        start = rows[0] * math.prod(shape[1:]) * kind.itemsize
         shape = (rows[1] - rows[0], *shape[1:])
-    out = aligned_empty(shape, kind)
-    read_bytes(info, out, start)
+    if columns is not None:
+        shape = (*shape[:-1], columns[1] - columns[0])
+    out = aligned_empty(shape, np.dtype(DTYPES[info.stored]))
+    read_into(info, out, rows, columns)
     return out
 
 
-def _read_columns(info: TensorInfo, kind: np.dtype, columns: Range) -> np.ndarray:
-    *lead, width = info.shape
-    out = aligned_empty((*lead, columns[1] - columns[0]), kind)
-    rows = out.reshape(-1, out.shape[-1]).view(np.uint8)
-    with open(info.file, "rb", buffering=0) as f:
-        for i, row in enumerate(rows):
-            at = info.offset + (i * width + columns[0]) * kind.itemsize
-            _check_all(info, os.preadv(f.fileno(), [row.data], at), len(row))
-    return out
-
-
-def _check_all(info: TensorInfo, found: int, wanted: int) -> None:
-    if found != wanted:
+def _read(info: TensorInfo, descriptor: int, at: int, raw: np.ndarray) -> None:
+    if not read_exactly(descriptor, at, raw):
         raise WeightError(info.file, f"tensor {info.name}: the file was cut while it was being read")
 
 

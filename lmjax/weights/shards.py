@@ -9,6 +9,7 @@ import numpy as np
 
 from lmjax.models.layout import AS_IT_IS, Index, TensorPart, View
 from lmjax.weights.safetensors import Range
+from lmjax.weights.streaming import convert
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,42 @@ class Piece:
         """Values that are read."""
         return math.prod(self.shape)
 
+    @property
+    def direct(self) -> bool:
+        """Whether ``place`` can tell where the values go. Others are read and then put in order."""
+        halves = not self.heads or (not self.rotary and self.shape[0] != self.heads)
+        return self.view == AS_IT_IS and halves
+
     def with_columns(self, columns: int) -> Piece:
         """The same rows of a matrix of as many columns."""
         return replace(self, shape=(*self.shape[:-1], columns), whole=(*self.whole[:-1], columns))
 
+    def place(self, share: np.ndarray) -> np.ndarray:
+        """Where the values go: a view of ``share`` with as many, in the checkpoint's order. Rows of ``share`` that the
+        tensor does not have (a padded vocabulary) are set to zero."""
+        target = share[(*self.index, ...)]  # a view, even of a single number
+        if target.size != self.size:
+            target[self.shape[0] :] = 0
+            return target[: self.shape[0]]
+        if not self.heads:
+            return target
+        axis = target.ndim - len(self.shape)  # of a head's features, whose two halves are interleaved in the checkpoint
+        halves = target.view()
+        halves.shape = (*target.shape[:axis], 2, target.shape[axis] // 2, *target.shape[axis + 1 :])
+        return halves.swapaxes(axis, axis + 1)
+
     def fill(self, share: np.ndarray, values: np.ndarray) -> None:
-        """values: of ``shape``. Rows that the tensor does not have (a padded vocabulary) are set to zero."""
-        if self.heads or self.view != AS_IT_IS:
-            values = TensorPart(self.name, self.shape, (), self.heads, self.rotary, self.view).in_order(values)
+        """values: of ``shape``, as the checkpoint has them."""
+        if self.direct:
+            place = self.place(share)
+            convert(values.reshape(place.shape), place)
+            return
+        values = TensorPart(self.name, self.shape, (), self.heads, self.rotary, self.view).in_order(values)
         if self.cut:
             axis, (start, stop) = self.cut
             values = values.reshape(self.whole)[(slice(None),) * axis + (slice(start, stop),)]
-        target = share[self.index]
-        if target.size == values.size:
-            share[self.index] = values.reshape(target.shape)
-            return
-        target[: len(values)] = values
-        target[len(values) :] = 0
+        target = share[(*self.index, ...)]
+        convert(values.reshape(target.shape), target)
 
 
 def pieces(

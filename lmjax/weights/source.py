@@ -31,6 +31,15 @@ class ModelSource:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     weights: Path
+    read_from: Path | None = None  # the file of ``config`` where it is not config.json in ``path``
+    overridden: frozenset[str] = frozenset()  # keys of ``config`` that the caller has set
+
+    @property
+    def config_file(self) -> Path:
+        """For messages about ``config``."""
+        if self.read_from is not None:
+            return self.read_from
+        return self.path / "config.json" if self.path.is_dir() else self.path
 
 
 def resolve_model(
@@ -48,7 +57,9 @@ def resolve_model(
     config_only: no more is needed: a path of a config.json will do, and of a hub model nothing else is fetched.
     """
     source = _find(model, revision, download_dir, config_only)
-    return replace(source, config={**source.config, **hf_overrides}) if hf_overrides else source
+    if not hf_overrides:
+        return source
+    return replace(source, config={**source.config, **hf_overrides}, overridden=frozenset(hf_overrides))
 
 
 def _find(model: str, revision: str | None, download_dir: str | None, config_only: bool) -> ModelSource:
@@ -63,7 +74,7 @@ def _find(model: str, revision: str | None, download_dir: str | None, config_onl
         if path.suffix == ".gguf":
             return gguf_source(path)
         if config_only and path.suffix == ".json":
-            return ModelSource(path.parent, "hf", read_json(path), {}, path.parent)
+            return ModelSource(path.parent, "hf", read_json(path), {}, path.parent, read_from=path)
         raise WeightError(repr(model), f"is a file, but not a .gguf file; {KNOWN}")
     if path.suffix == ".gguf" or not HUB_NAME.fullmatch(model):
         raise WeightError(repr(model), f"no such file or directory; {KNOWN}")
@@ -101,11 +112,13 @@ def gguf_source(path: Path) -> ModelSource:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    check_not_lfs(path)
     try:
+        check_not_lfs(path)
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise WeightError(path, f"cannot be read: {error.strerror}") from error
+    except WeightError:
+        raise
     except (ValueError, RecursionError) as error:
         raise WeightError(path, f"is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-import threading
-from pathlib import Path
 
 import jax
 import numpy as np
 
+from benchmarks.loading import Growth
 from lmjax.models import decoder
 from lmjax.models.params import named_leaves
 from lmjax.models.registry import spec_from_hf
@@ -17,35 +16,6 @@ from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.weights.loader import Spread, load_params
 from lmjax.weights.source import resolve_model
 from tests.weights.sharded_loading import Counter
-
-
-class Growth:
-    """How far RssAnon rose above what it was before, at its peak."""
-
-    def __enter__(self) -> Growth:
-        self._before = self._peak = rss_anon()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.002):
-            self._peak = max(self._peak, rss_anon())
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._peak = max(self._peak, rss_anon())
-
-    @property
-    def bytes(self) -> int:
-        return self._peak - self._before
-
-
-def rss_anon() -> int:
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 def main(path: str, rank: int, port: str) -> None:

@@ -59,6 +59,9 @@ RUN = {
     ("docs/pipelines.md", "python -m lmjax.weights.embedded --out checkpoint"): Run(
         expect=('"version": ?"step-100", ?"seconds"', '"is_sleeping": ?true', '"version": ?"step-100"}')
     ),
+    ("docs/verify.md", '$ lmjax verify DIR --dtype bfloat16 --prompt "Once upon a time"'): Run(
+        replaced={"DIR": "{tiny}"}, expect=("bfloat16 on cpu", "logits", "most likely next token")
+    ),
     ("docs/pipelines.md", "mkdir -p tasks"): Run(needs="lm_eval", expect=("exact_match", "exact_match")),
 }
 NOT_RUN = {

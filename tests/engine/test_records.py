@@ -53,6 +53,7 @@ def test_outbound():
         Progress("loading"),
         Ready(INFO),
         Dead("no", config=True),
+        Dead("no", model=True),
     ):
         assert through(message, Outbound) == message
 

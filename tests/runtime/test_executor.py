@@ -292,6 +292,6 @@ def test_what_cannot_be_built_is_refused_in_one_line(monkeypatch):
         r"--max-num-batched-tokens: got 32, must be at least the context length \(128\)", enable_chunked_prefill=False
     )
     refused("--block-size", block_size=3)
-    refused("--model: .*model_type", hf_overrides={"model_type": "nonsense"})
+    refused("--hf-overrides: model_type", hf_overrides={"model_type": "nonsense"})
     monkeypatch.setattr(executor_module, "available_memory", lambda: 1000)
     refused("--model: the weights need .* but only .* free")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import threading
 from pathlib import Path
 
 import jax
@@ -13,7 +15,7 @@ from lmjax.models.params import layer_of, named_leaves, with_layer
 from lmjax.models.registry import spec_from_hf
 from lmjax.parallel import split
 from lmjax.parallel.placement import Placement, make_mesh
-from lmjax.weights import safetensors
+from lmjax.weights import streaming
 from lmjax.weights.loader import Spread, load_params
 from lmjax.weights.source import resolve_model
 from tests.weights.checkpoints import LLAMA, tensors, write_gguf, write_hf
@@ -21,21 +23,16 @@ from tests.weights.test_shards import spread_by_hand
 
 
 class Counter:
-    """Bytes read of each tensor."""
+    """Bytes read of tensors, by all threads."""
 
     def __init__(self):
-        self.read: dict[str, int] = {}
-        for name in ("preadv", "read_bytes"):
-            holder = safetensors.os if name == "preadv" else safetensors
-            setattr(holder, name, self.wrapped(getattr(holder, name)))
+        self.total, self._lock, self._preadv = 0, threading.Lock(), os.preadv
+        streaming.os.preadv = self.preadv
 
-    def wrapped(self, function):
-        def call(first, second, *rest):
-            size = second[0].nbytes if isinstance(second, list) else second.nbytes
-            self.total = getattr(self, "total", 0) + size
-            return function(first, second, *rest)
-
-        return call
+    def preadv(self, descriptor, buffers, at):
+        with self._lock:
+            self.total += sum(buffer.nbytes for buffer in buffers)
+        return self._preadv(descriptor, buffers, at)
 
 
 def load(path: Path, tp: int, load_format: str = "auto", dtype: str = "float32", stages: int = 1):
