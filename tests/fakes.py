@@ -12,6 +12,7 @@ import numpy as np
 from lmjax.config import SchedulerConfig
 from lmjax.core.output import StepOutput
 from lmjax.core.plan import (
+    POOLED,
     ExecutorInfo,
     HostTierInfo,
     PromptLogprobs,
@@ -322,6 +323,7 @@ class FakeExecutor(FakeLive):
             n, start = int(plan.lengths[row]), int(plan.starts[row])
             targets = plan.target_ids[at : at + n]
             wanted = np.flatnonzero(targets >= 0)
+            found += self._pooled(plan, row, targets, plan.token_ids[at : at + n])
             at += n
             if len(wanted):
                 ids, positions = targets[wanted], start + wanted + 1
@@ -333,6 +335,17 @@ class FakeExecutor(FakeLive):
                 found.append(PromptLogprobs(int(plan.handles[row]), int(positions[0]), rows))
         return found
 
+    def _pooled(self, plan: StepPlan, row: int, targets: np.ndarray, ids: np.ndarray) -> list[PromptLogprobs]:
+        """A "hidden state" is (1, the position, the token, the weights)."""
+        marked = np.flatnonzero(targets == POOLED)
+        if not len(marked):
+            return []
+        positions = int(plan.starts[row]) + marked
+        sums = [[len(marked), positions.sum(), ids[marked].sum(), self.weights * len(marked)]]
+        rows = np.array(sums, np.float32)
+        key = int(plan.keys[row])
+        return [PromptLogprobs(int(plan.handles[row]), int(positions[0]), rows, pooled=len(marked), key=key)]
+
 
 @dataclass
 class Answer:
@@ -342,6 +355,7 @@ class Answer:
     weights: list[int] = field(default_factory=list)  # that drew each token
     logprobs: list[tuple[float, int, tuple[int, ...]]] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[float, int]] = field(default_factory=dict)
+    pooled: list[float] | None = None
     reason: str | None = None
     stop_reason: int | None = None
     message: str | None = None
@@ -357,6 +371,7 @@ class Driver:
         self.executor, self.overlap, self.check = executor, overlap, check
         self.answers: dict[int, Answer] = {}
         self._asked: dict[int, int | None] = {}
+        self._first_pooled: dict[int, int] = {}
         self._in_flight: deque[tuple[StepPlan, _InFlight, int]] = deque()
         self.outputs: list[StepOutput] = []
         self.weights = 0  # how often they were changed
@@ -366,6 +381,8 @@ class Driver:
         for handle in range(request.handle, request.handle + request.params.n):
             self.answers[handle] = Answer()
             self._asked[handle] = request.params.logprobs
+            if request.pooling:
+                self._first_pooled[handle] = len(request.prompt) - 1 if request.pooling == "last" else 0
         self.scheduler.add(request)
 
     def step(self) -> bool:
@@ -443,6 +460,10 @@ class Driver:
                     self.answers[handle].logprobs.append(entry)
         for prompt in output.prompt_rows:
             answer = self.answers[prompt.handle]
+            if prompt.handle in self._first_pooled:
+                before = 0 if prompt.first == self._first_pooled[prompt.handle] else np.array(answer.pooled)
+                answer.pooled = (before + np.asarray(prompt.rows)[0]).tolist()
+                continue
             columns = unpack_rows(np.asarray(prompt.rows))
             for i in range(len(columns.ranks)):
                 again = prompt.first + i in answer.prompt_logprobs
@@ -480,5 +501,5 @@ def run_requests(
 
 def request(handle: int, prompt: list[int] | np.ndarray, arrival: float = 0.0, **kwargs) -> NewRequest:
     """A request; sampling parameters and the fields of NewRequest by name."""
-    own = {k: kwargs.pop(k) for k in ("stop_ids", "priority", "cache_salt", "adapter", "after") if k in kwargs}
+    own = {k: kwargs.pop(k) for k in ("stop_ids", "priority", "cache_salt", "adapter", "after", "pooling") if k in kwargs}
     return NewRequest(handle, np.asarray(prompt, np.int32), SamplingParams(**kwargs), arrival=arrival, **own)
