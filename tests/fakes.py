@@ -501,5 +501,7 @@ def run_requests(
 
 def request(handle: int, prompt: list[int] | np.ndarray, arrival: float = 0.0, **kwargs) -> NewRequest:
     """A request; sampling parameters and the fields of NewRequest by name."""
-    own = {k: kwargs.pop(k) for k in ("stop_ids", "priority", "cache_salt", "adapter", "after", "pooling") if k in kwargs}
+    own = {
+        k: kwargs.pop(k) for k in ("stop_ids", "priority", "cache_salt", "adapter", "after", "pooling") if k in kwargs
+    }
     return NewRequest(handle, np.asarray(prompt, np.int32), SamplingParams(**kwargs), arrival=arrival, **own)

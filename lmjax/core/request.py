@@ -20,6 +20,7 @@ class NewRequest:
     ``after``: a token after the prompt whose log-probability is wanted with those of the prompt (with
     ``params.prompt_logprobs``); -1: none. ``entropy``: those of the distributions are wanted, too.
     ``pooling``: last, mean or cls: wanted are hidden states of the prompt and nothing is drawn; empty: it generates.
+    ``split``: where the second text of a pair begins (encoders; 0: there is none).
     ``arrival``: seconds of time.monotonic(); orders the waiting requests (ties: order of the calls of ``add``).
     """
 
@@ -35,6 +36,7 @@ class NewRequest:
     after: int = -1
     entropy: bool = False
     pooling: str = ""
+    split: int = 0
 
 
 class State(IntEnum):

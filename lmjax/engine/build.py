@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmjax.config import ConfigError, EngineConfig, SchedulerConfig
-from lmjax.protocol import EngineInfo
+from lmjax.protocol import EngineInfo, PoolingInfo
 from lmjax.text.objects import tokenizer_from
 from lmjax.text.tokenizer import Tokenizer, load_tokenizer
 from lmjax.weights.generation import eos_token_ids, sampling_defaults
 from lmjax.weights.given import NOTHING, Given
+from lmjax.weights.pooling import Pooling, read_pooling
 from lmjax.weights.source import resolve_model
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Front(NamedTuple):
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, Any]
+    pooling: Pooling
 
     def complete(self, info: EngineInfo) -> EngineInfo:
         """``info`` of the engine's side with what only this side knows."""
@@ -40,7 +42,15 @@ class Front(NamedTuple):
             model_type=self.model_type,
             eos_token_ids=tuple(token for token in self.eos_token_ids if token < info.vocab_size),
             default_sampling=self.default_sampling,
+            pooling=self._pooling(info.pooling),
         )
+
+    def _pooling(self, info: PoolingInfo | None) -> PoolingInfo | None:
+        """The engine's side knows the width, and whether it is a cross-encoder."""
+        if info is None or info.task == "score":
+            return info
+        own = self.pooling
+        return PoolingInfo("embed", own.kind, own.normalize, info.width, own.dimensions, own.lower)
 
 
 def check_first_rank(config: EngineConfig) -> None:
@@ -67,7 +77,7 @@ def load_front(config: EngineConfig, given: Given = NOTHING, tokenizer: Any = No
     defaults = sampling_defaults(source.generation_config) if config.generation_config == "auto" else {}
     model_type = str(source.config.get("model_type", "unknown"))
     model = str(source.path) if given.source else config.model
-    return Front(model, model_type, tokenizer, tuple(dict.fromkeys(ends)), defaults)
+    return Front(model, model_type, tokenizer, tuple(dict.fromkeys(ends)), defaults, read_pooling(source, config))
 
 
 def build_engine(
@@ -116,4 +126,6 @@ def _engine_info(device: Any) -> EngineInfo:
         platform=facts.platform,
         device_count=facts.device_count,
         logprobs_mode=info.logprobs_mode,
+        generates=info.generates,
+        pooling=PoolingInfo("embed", "last", True, info.pooled_width) if info.pooled_width else None,
     )

@@ -55,7 +55,9 @@ from lmjax.runtime.ranks import (
     smallest,
 )
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
+from lmjax.runtime.runner import with_max_length, with_runner
 from lmjax.weights.given import NOTHING, Given
+from lmjax.weights.pooling import read_pooling
 from lmjax.weights.source import ModelSource, resolve_model
 from pallas_kernels.platform import Target, device_target
 
@@ -91,6 +93,8 @@ def build_executor(
             vocab_size=spec.vocab,
             max_logprobs=config.max_logprobs,
             logprobs_mode=config.logprobs_mode,
+            generates=not resolved.pools_only,
+            pooled_width=spec.hidden,
             token_buckets=buckets.token_buckets,
             stages=spec.stages,
             host=host_tier(resolved, made.device, made.host_blocks) if made.host_blocks else None,
@@ -131,6 +135,13 @@ def build_follower(config: EngineConfig, progress: Progress | None = None) -> Fo
     return Follower(made.device, made.ranks, CompileMonitor(config.require_warm))
 
 
+def pooling_settings(config: EngineConfig, source: ModelSource) -> EngineConfig:
+    """With what the model's files say of pooling, where the settings leave it open."""
+    config = with_runner(config, source)
+    pooling = read_pooling(source, config)
+    return with_max_length(config, pooling, make_spec(source, None).max_len)
+
+
 class _Made(NamedTuple):
     resolved: Resolved
     plan: KVPlan
@@ -150,6 +161,7 @@ def _prepare(config: EngineConfig, tell: Progress, target: Target | None, given:
         config.model, config.revision, config.download_dir, config.hf_overrides or None
     )
     platform, device_count = describe_platform()
+    config = pooling_settings(config, source)
     _check_platform(given.devices)
     resolved = _resolve(config, source, platform, target or device_target(jax.local_devices()[0]), given.devices)
     adapter = None if ranks else _adapter(resolved, given)

@@ -63,6 +63,10 @@ class Resolved:
         return self.config.logprobs_mode == "processed_logprobs"
 
     @property
+    def pools_only(self) -> bool:
+        return self.config.runner == "pooling"
+
+    @property
     def degree(self) -> Degree:
         return self.placement.degree if self.placement else Degree()
 
@@ -102,9 +106,11 @@ class Resolved:
         stages, samplers = self.spec.stages, GPU_SAMPLERS if self.platform == "gpu" else SAMPLERS
         seqs, tokens, processed = -(-self.num_seqs // stages), -(-budget // stages), self.processed_logprobs
         if self.env.tile is None:
-            return Buckets(seqs, tokens, samplers, processed)
+            return Buckets(seqs, tokens, samplers, processed, pooled=self.pools_only)
         # one program for all that is drawn at random, whatever its neighbours ask for
-        return Buckets(seqs, tokens, SAMPLERS, processed, self.env.tile, least_width(self.env.target))
+        return Buckets(
+            seqs, tokens, SAMPLERS, processed, self.env.tile, least_width(self.env.target), pooled=self.pools_only
+        )
 
 
 def resolve(
@@ -241,10 +247,9 @@ def program_bytes(resolved: Resolved) -> int:
     """``step_bytes``, measured by compiling the largest programs. They need the same whatever the pool's size."""
     shapes = resolved.shapes(tuple(2 for _ in resolved.kv_specs), resolved.spec.max_len)
     buckets = resolved.buckets(resolved.spec.max_len)
-    sample = max(buckets.sample, key=lambda key: (key.num_rows, key.level, key.logprobs))
-    programs: dict[Hashable, Program] = {
-        sample: sample_program(shapes, sample),
-        buckets.prompt_logprobs: forward_program(shapes, buckets.prompt_logprobs),
-    }
+    programs: dict[Hashable, Program] = {buckets.prompt_logprobs: forward_program(shapes, buckets.prompt_logprobs)}
+    if buckets.sample:
+        sample = max(buckets.sample, key=lambda key: (key.num_rows, key.level, key.logprobs))
+        programs[sample] = sample_program(shapes, sample)
     done = compile_all(programs, None)
     return step_bytes(shapes, {key: ProgramMemory.of(executable) for key, executable in done.items()})

@@ -168,7 +168,10 @@ def _open(source: ModelSource, spec: DecoderSpec, load_format: str) -> _Checkpoi
         raise WeightError(source.weights, f"is {kind}; --load-format {load_format} cannot read it")
     if source.kind == "gguf":
         return _Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, gguf.read_tensor)
-    return _Checkpoint(safetensors.read_directory(source.weights), naming.hf_names, safetensors.read_tensor)
+    infos = safetensors.read_directory(source.weights)
+    if "embed_tokens.weight" in infos:  # of a decoder saved without its head
+        infos = {f"model.{name}": info for name, info in infos.items()}
+    return _Checkpoint(infos, naming.hf_names, safetensors.read_tensor)
 
 
 def _check(checkpoint: _Checkpoint, source: ModelSource, spec: DecoderSpec) -> None:

@@ -1,4 +1,4 @@
-"""Requests whose hidden states are wanted and nothing else: every one is summed once, whatever happens to their slots."""
+"""Requests whose hidden states are wanted and nothing else: each is summed once, whatever happens to their slots."""
 
 import pytest
 
