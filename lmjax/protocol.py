@@ -95,6 +95,7 @@ class Pooled(NamedTuple):
     num_prompt_tokens: int
     num_cached_tokens: int
     metrics: RequestMetrics
+    engine: int = 0
 
 
 class EngineClient(Protocol):
@@ -124,6 +125,19 @@ class EngineClient(Protocol):
 
         Updates that the reader has not taken are merged into one. Raises ``QueueFullError`` and
         ``EngineDeadError`` from the iterator.
+        """
+        ...
+
+    def pooling_prompt(
+        self,
+        text: str | list[int],
+        params: PoolingParams,
+        second: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], int]:
+        """The token ids of a text, or of a pair for a cross-encoder, truncated if asked, and the ``split`` of ``pool``.
+
+        Raises ``ParameterError`` for what ``pool`` would not take.
         """
         ...
 

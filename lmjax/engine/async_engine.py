@@ -15,7 +15,7 @@ from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front, check_first_rank, load_front
 from lmjax.engine.columns import add_request
 from lmjax.engine.output import OutputProcessor, RequestState
-from lmjax.engine.pooling import check_pooling, pooled
+from lmjax.engine.pooling import check_pooling, pooled, prepare
 from lmjax.engine.process import EngineProcess, one_line
 from lmjax.engine.records import (
     AbortRequest,
@@ -153,6 +153,16 @@ class AsyncEngine:
         check_priority(priority, self._policy)
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
         return self.stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
+
+    def pooling_prompt(
+        self,
+        text: str | list[int],
+        params: PoolingParams,
+        second: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], int]:
+        """See ``EngineClient.pooling_prompt``."""
+        return prepare(self.tokenizer, self.info, text, params, second, add_special_tokens)
 
     async def pool(
         self,

@@ -105,6 +105,20 @@ def encode_input(
     return encode_text(tokenizer, text, second, keep=keep, lower=pooling.lower, add_special_tokens=add_special_tokens)
 
 
+def prepare(
+    tokenizer: Any,
+    info: EngineInfo,
+    text: str | list[int],
+    params: PoolingParams,
+    second: str | None,
+    add_special_tokens: bool,
+) -> tuple[list[int], int]:
+    """See ``EngineClient.pooling_prompt``."""
+    ids, split = encode_input(tokenizer, text, params, info, second, add_special_tokens)
+    check_pooling(ids, params, info, split)
+    return ids, split
+
+
 async def pooled(checked: Checked, updates: AsyncGenerator[RequestUpdate]) -> Pooled:
     """Waits for a request's end; closing ``updates`` aborts it. Raises what the engine says is wrong."""
     last: RequestUpdate | None = None
@@ -117,4 +131,6 @@ async def pooled(checked: Checked, updates: AsyncGenerator[RequestUpdate]) -> Po
                     pass
                 raise RuntimeError(update.error)
     assert last is not None and last.metrics is not None
-    return Pooled(checked.sink.values().tobytes(), last.num_prompt_tokens, last.num_cached_tokens, last.metrics)
+    return Pooled(
+        checked.sink.values().tobytes(), last.num_prompt_tokens, last.num_cached_tokens, last.metrics, last.engine
+    )

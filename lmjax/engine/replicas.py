@@ -14,7 +14,7 @@ from typing import Any
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.async_engine import AsyncEngine
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front
-from lmjax.engine.pooling import check_pooling, pooled
+from lmjax.engine.pooling import check_pooling, pooled, prepare
 from lmjax.engine.process import one_line
 from lmjax.engine.routing import RUNNING_COST, Replica, block_names, by_cost
 from lmjax.engine.validate import Checked, check_priority, check_request
@@ -156,6 +156,16 @@ class Replicas:
         check_priority(priority, self._config.scheduling_policy)
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
         return self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
+
+    def pooling_prompt(
+        self,
+        text: str | list[int],
+        params: PoolingParams,
+        second: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], int]:
+        """See ``EngineClient.pooling_prompt``."""
+        return prepare(self.tokenizer, self.info, text, params, second, add_special_tokens)
 
     async def pool(
         self,
