@@ -1,6 +1,7 @@
 """Makes the goldens of the model tests with Hugging Face transformers (``pip install lmjax[oracle]``).
 
     python scripts/make_goldens.py tiny
+    python scripts/make_goldens.py encoders
     python scripts/make_goldens.py smollm2 DIR     # DIR: the embedded model as a float32 Hugging Face directory
 
 Everything runs in float32 on one thread, one sequence at a time, so that no padding and no batching enters.
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -67,6 +68,29 @@ def make_tiny() -> None:
     print(f"{GOLDENS / 'tiny.npz'}: {(GOLDENS / 'tiny.npz').stat().st_size / 1e3:.0f} kB")
 
 
+def make_encoders() -> None:
+    """Hidden states, or the score, of every case of tests/tiny_encoders.py -> tests/goldens/encoders.npz."""
+    from tests import tiny_encoders as tiny
+
+    arrays: dict[str, np.ndarray] = {}
+    for name, config in tiny.CASES.items():
+        scores = config["architectures"][0].endswith("Classification")
+        kind = AutoModelForSequenceClassification if scores else AutoModel
+        with tempfile.TemporaryDirectory() as folder:
+            path = tiny.write(name, folder)
+            model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        arrays[f"{name}/checksum"] = np.array(tiny.checksum(name))
+        for i, (ids, split) in enumerate(zip(tiny.prompts(name), tiny.splits(name), strict=True)):
+            given = {"input_ids": torch.tensor(ids, dtype=torch.long)[None]}
+            if split:
+                given["token_type_ids"] = (torch.arange(len(ids)) >= split).long()[None]
+            with torch.no_grad():
+                out = model(**given, attention_mask=torch.ones_like(given["input_ids"]))
+            arrays[f"{name}/{i}"] = (out.logits if scores else out.last_hidden_state[0]).numpy()
+        print(f"{name}: {arrays[f'{name}/0'].std():.2f} {arrays[f'{name}/0'].shape}")
+    np.savez_compressed(GOLDENS / "encoders.npz", **arrays)
+
+
 def greedy(model: Any, ids: list[int], count: int) -> tuple[list[int], list[float], list[float]]:
     """``count`` greedy tokens (not stopping at eos), their log-probabilities and the gap to the second best logit."""
     cache, feed = None, torch.tensor([ids], dtype=torch.long)
@@ -113,13 +137,15 @@ def make_smollm2(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "smollm2"])
+    parser.add_argument("what", choices=["tiny", "encoders", "smollm2"])
     parser.add_argument("directory", nargs="?", type=Path, help="smollm2: the model's float32 directory")
     args = parser.parse_args()
     torch.set_num_threads(1)
     GOLDENS.mkdir(parents=True, exist_ok=True)
     if args.what == "tiny":
         make_tiny()
+    elif args.what == "encoders":
+        make_encoders()
     elif args.directory is None:
         parser.error("smollm2 needs the model's directory")
     else:

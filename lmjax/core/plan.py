@@ -75,6 +75,22 @@ class StepPlan:
         return self.num_decode + len(self.token_ids)
 
 
+@dataclass(slots=True)
+class WholePlan:
+    """A step of an encoder: R whole sequences, one after the other. The result is float32 [R, width]."""
+
+    step_id: int
+    handles: np.ndarray  # int64 [R]
+    lengths: np.ndarray  # int32 [R]
+    splits: np.ndarray  # int32 [R]  where the second text begins; 0: there is none
+    poolings: list[str]  # [R]  last, mean or cls
+    token_ids: np.ndarray  # int32 [sum(lengths)]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.handles)
+
+
 def empty_plan() -> StepPlan:
     """What a pipeline is given while it has work and no request can have a token: the others move on."""
     ids, handles, tokens = np.zeros(0, np.intp), np.zeros(0, np.int64), np.zeros(0, np.int32)
@@ -183,6 +199,8 @@ class ExecutorInfo:
     logprobs_mode: str = "raw_logprobs"
     generates: bool = True  # False: it has no programs to sample; every request pools
     pooled_width: int = 0  # numbers that a pooled request gets; 0: none can be pooled
+    scores: bool = False  # what it gives is the score of a pair, not an embedding
+    sigmoid: bool = True  # and goes through one
 
     def __post_init__(self) -> None:
         assert len(self.kv_specs) == len(self.num_blocks)

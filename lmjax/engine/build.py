@@ -48,7 +48,7 @@ class Front(NamedTuple):
     def _pooling(self, info: PoolingInfo | None) -> PoolingInfo | None:
         """The engine's side knows the width, and whether it is a cross-encoder."""
         if info is None or info.task == "score":
-            return info
+            return info and dataclasses.replace(info, lower=self.pooling.lower)
         own = self.pooling
         return PoolingInfo("embed", own.kind, own.normalize, info.width, own.dimensions, own.lower)
 
@@ -93,12 +93,14 @@ def build_engine(
     Raises ``ValueError`` (``ConfigError`` among them) when the settings or the model's files are at fault.
     """
     from lmjax.core.scheduler import Scheduler
+    from lmjax.core.whole import WholeScheduler
     from lmjax.engine.engine import Engine
 
     module, _, function = executor.partition(":")
     more = {} if given is NOTHING else {"given": given}
     device = getattr(importlib.import_module(module), function)(config, progress, **more)
-    scheduler = Scheduler(_scheduler_config(config, device.info), device.info)
+    kind = Scheduler if device.info.kv_specs else WholeScheduler  # an encoder keeps nothing between steps
+    scheduler: Any = kind(_scheduler_config(config, device.info), device.info)
     engine = Engine(scheduler, device, publish, overlap=config.async_scheduling)
     return engine, _engine_info(device)
 
@@ -120,12 +122,20 @@ def _engine_info(device: Any) -> EngineInfo:
         vocab_size=info.vocab_size,
         max_logprobs=info.max_logprobs,
         block_size=info.block_size,
-        num_kv_blocks=min(info.num_blocks) - 1,
+        num_kv_blocks=min(info.num_blocks, default=1) - 1,
         max_num_seqs=info.max_num_seqs,
         dtype=facts.dtype,
         platform=facts.platform,
         device_count=facts.device_count,
         logprobs_mode=info.logprobs_mode,
         generates=info.generates,
-        pooling=PoolingInfo("embed", "last", True, info.pooled_width) if info.pooled_width else None,
+        pooling=_pooling_info(info),
     )
+
+
+def _pooling_info(info: ExecutorInfo) -> PoolingInfo | None:
+    if not info.pooled_width:
+        return None
+    if info.scores:
+        return PoolingInfo("score", "cls", info.sigmoid, info.pooled_width)
+    return PoolingInfo("embed", "last", True, info.pooled_width)

@@ -131,7 +131,7 @@ def resolve(
         spec = spread_spec(spec, placement.degree)
     if config.deterministic:
         env = replace(env, tile=tile_width(env.target))
-    dtype = _dtype(config, source, platform)
+    dtype = resolve_dtype(config, source, platform)
     resolved = Resolved(
         config=config,
         source=source,
@@ -188,7 +188,7 @@ def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:
+def resolve_dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:
     if config.dtype != "auto":
         return config.dtype
     if platform == "cpu":

@@ -254,9 +254,8 @@ async def _(server: Api, route: str) -> None:
 
 
 PROBES |= {name: probe_sampling(name) for name in SAMPLING}
-ROWS = [
-    (route, name) for route, table in FIELDS.items() for name in table if route in HINTS
-]  # others: test_admin.py, test_embeddings.py
+# the other routes: test_admin.py, test_embeddings.py
+ROWS = [(route, name) for route, table in FIELDS.items() for name in table if route in HINTS]
 
 
 @pytest.mark.parametrize(("route", "name"), ROWS, ids=[f"{route}-{name}" for route, name in ROWS])
