@@ -242,6 +242,8 @@ class LLM(LiveControls, PoolingCalls):
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         executor: Any = self._engine.executor
+        if not executor.info.kv_specs:
+            raise ParameterError("model", "is an encoder: only weights of decoders are written")
         with self._lock:
             params, model = executor.params, executor.model_info
             save_pretrained(params, model.config, directory, model.generation_config, max_shard_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lmjax.text.objects import NoTokenizer
 from lmjax.text.tokenizer import Tokenizer, clean_text
 
@@ -22,8 +24,8 @@ def encode_text(
     """
     if isinstance(tokenizer, NoTokenizer):
         tokenizer.encode(text)
-    texts = [clean_text(t.lower() if lower else t) for t in (text, second) if t is not None]
-    backend = tokenizer.backend
+    texts: list[Any] = [clean_text(t.lower() if lower else t) for t in (text, second) if t is not None]
+    backend: Any = tokenizer.backend
     if keep is None:
         encoding = backend.encode(*texts, add_special_tokens=add_special_tokens)
         return encoding.ids, _split(encoding.type_ids)

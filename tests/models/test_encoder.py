@@ -107,7 +107,7 @@ def test_an_activation_that_the_config_names():
         (
             "bert",
             {"num_hidden_layers": 3},
-            "16 tensors missing, the first is encoder.layer.2.attention.output.LayerNorm",
+            "16 tensors missing, the first is encoder.layer.2.attention",
         ),
         ("bert", {"num_hidden_layers": 1}, "tensor encoder.layer.1"),
         ("bert", {"intermediate_size": 41}, "has shape"),
