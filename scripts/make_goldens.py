@@ -2,6 +2,7 @@
 
     python scripts/make_goldens.py tiny
     python scripts/make_goldens.py encoders
+    python scripts/make_goldens.py minilm DIR      # DIR: all-MiniLM-L6-v2
     python scripts/make_goldens.py smollm2 DIR     # DIR: the embedded model as a float32 Hugging Face directory
 
 Everything runs in float32 on one thread, one sequence at a time, so that no padding and no batching enters.
@@ -91,6 +92,24 @@ def make_encoders() -> None:
     np.savez_compressed(GOLDENS / "encoders.npz", **arrays)
 
 
+def make_minilm(path: Path) -> None:
+    """Mean-pooled, normalised embeddings of tests/tiny_encoders.py's MINILM_TEXTS -> tests/goldens/minilm.npz."""
+    from transformers import AutoTokenizer
+
+    from tests.tiny_encoders import MINILM_TEXTS
+
+    tokenizer, rows = AutoTokenizer.from_pretrained(path), []
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    for text in MINILM_TEXTS:
+        given = tokenizer(text, truncation=True, max_length=256, return_tensors="pt")
+        with torch.no_grad():
+            mean = model(**given).last_hidden_state[0].mean(0)
+        rows.append((mean / mean.norm()).numpy())
+    embeddings = np.stack(rows)
+    np.savez_compressed(GOLDENS / "minilm.npz", embeddings=embeddings)
+    print(f"similar {embeddings[0] @ embeddings[1]:.2f}, unrelated {embeddings[0] @ embeddings[2]:.2f}")
+
+
 def greedy(model: Any, ids: list[int], count: int) -> tuple[list[int], list[float], list[float]]:
     """``count`` greedy tokens (not stopping at eos), their log-probabilities and the gap to the second best logit."""
     cache, feed = None, torch.tensor([ids], dtype=torch.long)
@@ -137,8 +156,8 @@ def make_smollm2(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "encoders", "smollm2"])
-    parser.add_argument("directory", nargs="?", type=Path, help="smollm2: the model's float32 directory")
+    parser.add_argument("what", choices=["tiny", "encoders", "minilm", "smollm2"])
+    parser.add_argument("directory", nargs="?", type=Path, help="minilm, smollm2 (float32): the model")
     args = parser.parse_args()
     torch.set_num_threads(1)
     GOLDENS.mkdir(parents=True, exist_ok=True)
@@ -147,7 +166,9 @@ def main() -> None:
     elif args.what == "encoders":
         make_encoders()
     elif args.directory is None:
-        parser.error("smollm2 needs the model's directory")
+        parser.error(f"{args.what} needs the model's directory")
+    elif args.what == "minilm":
+        make_minilm(args.directory)
     else:
         make_smollm2(args.directory)
 

@@ -19,6 +19,14 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 LETTERS = string.ascii_lowercase
 VOCAB = len(SPECIAL) + 2 * len(LETTERS)  # each letter as a word's first and as a later one
 LENGTHS = (37, 2, 60)
+MINILM_TEXTS = (
+    "A man is eating food.",
+    "A man is eating a piece of bread.",
+    "A monkey is playing drums.",
+    "Straße, naïve café: 東京 is far!",
+    "word " * 300,  # cut to 256 tokens
+    "a",
+)
 
 
 def _config(model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
