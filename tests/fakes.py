@@ -12,7 +12,6 @@ import numpy as np
 from lmjax.config import SchedulerConfig
 from lmjax.core.output import StepOutput
 from lmjax.core.plan import (
-    POOLED,
     ExecutorInfo,
     HostTierInfo,
     PromptLogprobs,
@@ -29,6 +28,7 @@ from lmjax.core.request import NewRequest
 from lmjax.core.scheduler import Scheduler
 from lmjax.types import KVSpec, SamplingParams
 from tests.fake_live import FakeLive
+from tests.fake_pooling import pooled_rows
 
 _A, _B, _C = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
 
@@ -323,7 +323,7 @@ class FakeExecutor(FakeLive):
             n, start = int(plan.lengths[row]), int(plan.starts[row])
             targets = plan.target_ids[at : at + n]
             wanted = np.flatnonzero(targets >= 0)
-            found += self._pooled(plan, row, targets, plan.token_ids[at : at + n])
+            found += pooled_rows(plan, row, targets, plan.token_ids[at : at + n], self.weights)
             at += n
             if len(wanted):
                 ids, positions = targets[wanted], start + wanted + 1
@@ -334,17 +334,6 @@ class FakeExecutor(FakeLive):
                 rows = pack_rows(TokenColumns(ids, -values / 100, values % 5 + 1, top, likely))
                 found.append(PromptLogprobs(int(plan.handles[row]), int(positions[0]), rows))
         return found
-
-    def _pooled(self, plan: StepPlan, row: int, targets: np.ndarray, ids: np.ndarray) -> list[PromptLogprobs]:
-        """A "hidden state" is (1, the position, the token, the weights)."""
-        marked = np.flatnonzero(targets == POOLED)
-        if not len(marked):
-            return []
-        positions = int(plan.starts[row]) + marked
-        sums = [[len(marked), positions.sum(), ids[marked].sum(), self.weights * len(marked)]]
-        rows = np.array(sums, np.float32)
-        key = int(plan.keys[row])
-        return [PromptLogprobs(int(plan.handles[row]), int(positions[0]), rows, pooled=len(marked), key=key)]
 
 
 @dataclass

@@ -40,8 +40,12 @@ def run(spec, params, texts, splits, pooling, num_tokens, num_rows=4):
     )
     packed = np.full((5, num_tokens), 7, np.int32)  # of the step before
     pack(plan, packed, num_rows)
-    forward = jax.jit(lambda p, x: encoder.forward(p, spec, encoder.EncoderBatch(*x), num_rows))
-    return np.asarray(forward(params, jnp.asarray(packed)))[: len(texts)]
+    return np.asarray(compiled(spec, num_rows)(params, jnp.asarray(packed)))[: len(texts)]
+
+
+@functools.cache
+def compiled(spec, num_rows):
+    return jax.jit(lambda p, x: encoder.forward(p, spec, encoder.EncoderBatch(*x), num_rows))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
