@@ -14,6 +14,7 @@ from typing import Any
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front, check_first_rank, load_front
 from lmjax.engine.columns import add_request
+from lmjax.engine.live import check_kv_cache, check_version
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.pooling import check_pooling, pooled, prepare
 from lmjax.engine.process import EngineProcess, one_line
@@ -181,6 +182,8 @@ class AsyncEngine:
 
     async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
         """See ``EngineClient.load_weights``. Orders are carried out one after the other."""
+        check_version(version)  # what cannot be sent
+        check_kv_cache(kv_cache)
         await self._order(lambda id: LoadWeights(id, path, version, kv_cache))
 
     async def sleep(self, level: int = 1) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from lmjax.models import decoder
+from lmjax.models.params import DecoderParams
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.batch import Batch
 from lmjax.nn.env import ALONE, Env
+from lmjax.nn.tiles import least_width
 from pallas_kernels.platform import device_target
 
 BLOCK_SIZE = 16
@@ -61,6 +66,36 @@ def check_tokens(tokens: jax.Array) -> jax.Array:
     return tokens.astype(jnp.int32)
 
 
+def check_params(params: DecoderParams, spec: DecoderSpec) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for what is no tree of ``spec``."""
+    if not isinstance(params, DecoderParams):
+        raise TypeError(
+            f"params: got a {type(params).__name__}, must be a DecoderParams as LLM.params; "
+            "LLM(params=...) and lmjax.weights.pytree.from_hf make it of other trees"
+        )
+    if len(params.layers) != len(spec.layers):
+        raise ValueError(f"params: have {len(params.layers)} layers, spec has {len(spec.layers)}")
+
+
+def row_values(name: str, values: Any, rows: int, low: int, high: int) -> jax.Array:
+    """int32 [rows]. Raises ``ValueError`` for another shape or type and, where they are known (not while they are
+    traced), for numbers outside low .. high."""
+    array = jnp.asarray(values)
+    if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, must be integers [{rows}]")
+    if not isinstance(array, jax.core.Tracer):
+        wrong = [int(x) for x in np.asarray(array) if not low <= x <= high]
+        if wrong:
+            raise ValueError(f"{name}: got {wrong[0]}, must be {low} to {high}")
+    return array.astype(jnp.int32)
+
+
+def tiled_width(tokens: int, env: Env) -> int:
+    """Columns of a batch of ``tokens``, with ``env.tile``."""
+    assert env.tile is not None
+    return max(-(-tokens // env.tile) * env.tile, least_width(env.target))
+
+
 def whole_rows(tokens: jax.Array, tables: jax.Array, groups: int, width: int, num: jax.Array) -> Batch:
     """tokens int32 [B, n] as one batch of prompts from their first token on, one row after the other, and padding up
     to ``width`` tokens. tables: int32 [B, P], for each of ``groups``; num: int32 [], B * n."""
@@ -82,5 +117,5 @@ def whole_rows(tokens: jax.Array, tables: jax.Array, groups: int, width: int, nu
 
 
 def padded(x: jax.Array, width: int) -> jax.Array:
-    """[n] -> [width], zeros behind."""
-    return jnp.pad(x, (0, width - x.shape[0]))
+    """[n, ...] -> [width, ...], zeros behind."""
+    return jnp.pad(x, ((0, width - x.shape[0]), *((0, 0),) * (x.ndim - 1)))

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 
-from lmjax.functional.cache import make_cache, padded, whole_rows
+from lmjax.functional.cache import make_cache, padded, tiled_width, whole_rows
 from lmjax.models import decoder
 from lmjax.models.params import DecoderParams
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import Env
-from lmjax.nn.tiles import columns_of, least_width, over_tiles, put_columns
+from lmjax.nn.tiles import columns_of, over_tiles, put_columns, unknown_zero
 from lmjax.runtime.forward import logprobs_alone
 from lmjax.sampling.share import WHOLE
 
@@ -23,12 +24,16 @@ def exact(plain: Any) -> Any:
     """``plain(params, tokens, spec, env)`` float32 [B, n - 1] with the value of the engine's tiles, for an ``env`` that
     has them, and the gradient of ``plain`` itself, whose loops can be differentiated."""
 
+    def one_by_one(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: Env) -> jax.Array:
+        # under vmap a loop over what is mapped: a tile with an axis more would have other bits
+        return sequential_vmap(partial(_in_tiles, spec=spec, env=env))(params, tokens)
+
     @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
     def value(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: Env) -> jax.Array:
-        return _in_tiles(params, tokens, spec, env)
+        return one_by_one(params, tokens, spec, env)
 
     def forward(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: Env) -> tuple[jax.Array, Any]:
-        return _in_tiles(params, tokens, spec, env), (params, tokens)
+        return one_by_one(params, tokens, spec, env), (params, tokens)
 
     def backward(spec: DecoderSpec, env: Env, saved: Any, cotangent: jax.Array) -> tuple[Any, None]:
         params, tokens = saved
@@ -44,8 +49,8 @@ def _in_tiles(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: 
     assert env.tile is not None
     rows, length = tokens.shape
     total, tile = rows * length, env.tile
-    width = max(-(-total // tile) * tile, least_width(env.target))
-    num = total + jnp.minimum(tokens.min(), 0)  # a number that XLA does not know
+    width = tiled_width(total, env)
+    num = total + unknown_zero(tokens)
     cache = make_cache(spec, rows, length, params.norm.dtype.name)
     batch = whole_rows(tokens, cache.tables, len(cache.pools), width, num)
     hidden, _ = decoder.forward(params, spec, cache.pools, batch, env)

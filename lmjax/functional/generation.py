@@ -9,13 +9,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lmjax.functional.cache import BLOCK_SIZE, Cache, check_tokens, env_or_default, make_cache
+from lmjax.functional.cache import (
+    BLOCK_SIZE,
+    Cache,
+    check_params,
+    check_tokens,
+    env_or_default,
+    make_cache,
+    padded,
+    row_values,
+    tiled_width,
+)
 from lmjax.functional.sampling import Sampled, draw, row_seeds, rule_of
 from lmjax.models import decoder
 from lmjax.models.params import DecoderParams
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.batch import Batch
 from lmjax.nn.env import Env
+from lmjax.nn.tiles import unknown_zero
+from lmjax.runtime.forward import head_of_rows
 from lmjax.sampling.share import Share
 
 
@@ -34,7 +46,15 @@ def prefill(
     tokens: int32 [B, n], of which row b has ``lengths[b]`` (at least 1; default n) and the rest is padding. starts:
     int32 [B], tokens of the row that the cache holds already (default 0: a new sequence).
     """
-    logits, cache = _prefill(params, check_tokens(tokens), cache, spec, lengths, starts, env_or_default(env))
+    check_params(params, spec)
+    tokens = check_tokens(tokens)
+    rows, width = tokens.shape
+    _check_cache(cache, rows)
+    if lengths is not None:
+        lengths = row_values("lengths", lengths, rows, 1, min(width, cache.length))
+    if starts is not None:
+        starts = row_values("starts", starts, rows, 0, cache.length - 1)
+    logits, cache = _prefill(params, tokens, cache, spec, lengths, starts, env_or_default(env))
     return logits.T, cache
 
 
@@ -48,8 +68,17 @@ def decode(
     env: Env | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Logits float32 [B, V] after one more token a row: tokens and their positions int32 [B]."""
-    logits, cache = _decode(params, tokens, positions.astype(jnp.int32), cache, spec, env_or_default(env))
+    check_params(params, spec)
+    rows = cache.tables.shape[0]
+    tokens = row_values("tokens", tokens, rows, 0, spec.vocab - 1)
+    positions = row_values("positions", positions, rows, 0, cache.length - 1)
+    logits, cache = _decode(params, tokens, positions, cache, spec, env_or_default(env))
     return logits.T, cache
+
+
+def _check_cache(cache: Cache, rows: int) -> None:
+    if cache.tables.shape[0] != rows:
+        raise ValueError(f"cache: is for {cache.tables.shape[0]} sequences, but there are {rows} rows of tokens")
 
 
 class Generated(NamedTuple):
@@ -83,23 +112,24 @@ def generate(
     first token of ``stop_ids``. All but arrays is static. Raises ``ValueError`` where prompt and answer are longer
     than ``spec.max_len``.
     """
+    check_params(params, spec)
     tokens, env = check_tokens(tokens), env_or_default(env)
     rows, width = tokens.shape
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}, must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}, must be an integer of at least 1")
     if width + max_new_tokens > spec.max_len:
         raise ValueError(
             f"max_new_tokens: got {max_new_tokens}, which after {width} prompt tokens is more than the model's length "
             f"({spec.max_len})"
         )
     rule, keys = rule_of(temperature, top_k, top_p, min_p), row_seeds(key, rows)
-    lengths = jnp.full(rows, width, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+    lengths = jnp.full(rows, width, jnp.int32) if lengths is None else row_values("lengths", lengths, rows, 1, width)
     stops = jnp.asarray(list(stop_ids), jnp.int32)
     cache = make_cache(spec, rows, width + max_new_tokens - 1, params.norm.dtype.name, block_size=block_size)
     share = Share(env.vocab_axis, spec.vocab)
 
     def choose(logits: jax.Array, positions: jax.Array) -> Sampled:
-        return draw(logits, rule, keys, positions, sample_index, share)
+        return draw(logits, rule, keys, positions, sample_index, share, env)
 
     def put(column: jax.Array, drawn: Sampled, done: jax.Array, so_far: Generated) -> tuple[jax.Array, Generated]:
         """Writes what rows that go on have drawn; also gives those that have ended now."""
@@ -146,8 +176,8 @@ def _prefill(
 ) -> tuple[jax.Array, Cache]:
     """As ``prefill``; logits are [V, B]. The rows' tokens lie one after the other, as in a step of the engine."""
     rows, width = tokens.shape
-    lengths = jnp.full(rows, width, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    starts = jnp.zeros(rows, jnp.int32) if starts is None else starts.astype(jnp.int32)
+    lengths = jnp.full(rows, width, jnp.int32) if lengths is None else lengths
+    starts = jnp.zeros(rows, jnp.int32) if starts is None else starts
     ends = jnp.cumsum(lengths)
     begins, total = ends - lengths, ends[-1]
     index = jnp.arange(rows * width, dtype=jnp.int32)
@@ -177,7 +207,7 @@ def _decode(
     rows = tokens.shape[0]
     index, count = jnp.arange(rows, dtype=jnp.int32), jnp.int32(rows)
     batch = Batch(
-        token_ids=tokens.astype(jnp.int32),
+        token_ids=tokens,
         positions=positions,
         token_rows=index,
         block_tables=_tables(cache),
@@ -197,6 +227,23 @@ def _tables(cache: Cache) -> jax.Array:
 
 
 def _forward(params: DecoderParams, spec: DecoderSpec, cache: Cache, batch: Batch, env: Env) -> tuple[jax.Array, Cache]:
+    rows = batch.logit_tokens.shape[0]
+    if env.tile is not None:
+        batch = _for_tiles(batch, env)
     hidden, pools = decoder.forward(params, spec, cache.pools, batch, env)
-    logits = decoder.logits(params, spec, hidden[:, batch.logit_tokens], env)
+    logits = head_of_rows(params, spec, hidden[:, batch.logit_tokens], batch.num_rows, env)[:, :rows]
     return logits if env.vocab_axis else logits[: spec.vocab], Cache(pools, cache.tables)
+
+
+def _for_tiles(batch: Batch, env: Env) -> Batch:
+    """The same with room for whole tiles, and numbers of tokens and rows that XLA does not know."""
+    zero = unknown_zero(batch.positions)
+    width, rows = tiled_width(batch.token_ids.shape[0], env), tiled_width(batch.logit_tokens.shape[0], env)
+    return batch.replace(  # type: ignore[attr-defined, no-any-return]
+        token_ids=padded(batch.token_ids, width),
+        positions=padded(batch.positions, width),
+        token_rows=padded(batch.token_rows, width),
+        logit_tokens=padded(batch.logit_tokens, rows),
+        num_rows=batch.num_rows + zero,
+        num_tokens=batch.num_tokens + zero,
+    )

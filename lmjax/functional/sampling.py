@@ -10,6 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmjax.core.plan import SlotLoad
+from lmjax.functional.cache import padded, tiled_width
+from lmjax.nn.env import ALONE, Env
+from lmjax.nn.tiles import unknown_zero
+from lmjax.runtime.sample import State, draw_in_tiles
 from lmjax.sampling.logprobs import target_logprobs
 from lmjax.sampling.params import FIELDS, encode_params, feature_level
 from lmjax.sampling.sampler import sample as draw_tokens
@@ -33,6 +37,7 @@ def seeds(values: Sequence[int]) -> jax.Array:
 
 def row_seeds(key: jax.Array, rows: int) -> jax.Array:
     """A JAX random key (typed, or raw uint32 [2]) -> a seed for each row, uint32 [rows, 2]; seeds stay as they are."""
+    key = jnp.asarray(key) if not hasattr(key, "dtype") else key
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.shape:
             raise ValueError(f"key: got keys {list(key.shape)}, must be one key, or seeds uint32 [B, 2]")
@@ -68,13 +73,17 @@ def draw(
     positions: jax.Array,
     sample_index: jax.Array | None = None,
     share: Share = WHOLE,
+    env: Env = ALONE,
 ) -> Sampled:
-    """logits float32 [V, B]; row_keys uint32 [B, 2]; positions and sample_index int32 [B]."""
+    """logits float32 [V, B]; row_keys uint32 [B, 2]; positions and sample_index int32 [B]. With ``env.tile`` by the
+    code of a deterministic engine."""
     rows, zeros = positions.shape[0], jnp.zeros_like(positions)
     halves = jax.lax.bitcast_convert_type(row_keys, jnp.int32)
     params = jnp.broadcast_to(jnp.asarray(rule.row), (rows, len(FIELDS)))
     params = params.at[:, _SEED_HIGH].set(halves[:, 0]).at[:, _SEED_LOW].set(halves[:, 1])
     params = params.at[:, _INDEX].set(zeros if sample_index is None else sample_index.astype(jnp.int32))
+    if env.tile is not None:
+        return _in_tiles(logits, params, positions, rule.level, share, env)
     nothing = jnp.zeros((1, 1), jnp.int32)  # token table and state rows: only level 3 reads them
     out = draw_tokens(logits, params, zeros, positions, nothing, nothing, level=rule.level, max_logprobs=0, share=share)
     return Sampled(out.token_ids, target_logprobs(logits, out.token_ids, 0, share).logprobs)
@@ -90,6 +99,7 @@ def sample(
     top_p: float = 1.0,
     min_p: float = 0.0,
     sample_index: jax.Array | None = None,
+    env: Env | None = None,
 ) -> Sampled:
     """One token a row of ``logits`` float32 [B, V], and its raw log-probability.
 
@@ -99,4 +109,21 @@ def sample(
     ``SamplingParams``.
     """
     rule = rule_of(temperature, top_k, top_p, min_p)
-    return draw(logits.T, rule, row_seeds(key, logits.shape[0]), positions.astype(jnp.int32), sample_index)
+    return draw(
+        logits.T, rule, row_seeds(key, logits.shape[0]), positions.astype(jnp.int32), sample_index, env=env or ALONE
+    )
+
+
+def _in_tiles(
+    logits: jax.Array, params: jax.Array, positions: jax.Array, level: int, share: Share, env: Env
+) -> Sampled:
+    assert env.tile is not None
+    rows, width = positions.shape[0], tiled_width(positions.shape[0], env)
+    zero = unknown_zero(positions)
+    slots = jnp.where(jnp.arange(width, dtype=jnp.int32) < rows + zero, 0, 1)  # 1: nobody's
+    state = State(jnp.zeros((2, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32), level, 1, share, env.branches, False)
+    out = draw_in_tiles(
+        padded(logits.T, width).T, padded(params, width), slots, padded(positions, width), state, env.tile
+    )
+    assert out.logprobs is not None
+    return Sampled(out.token_ids[:rows], out.logprobs[:rows])

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lmjax.functional.cache import BLOCK_SIZE, check_tokens, env_or_default, own_blocks, whole_rows
+from lmjax.functional.cache import (
+    BLOCK_SIZE,
+    check_params,
+    check_tokens,
+    env_or_default,
+    own_blocks,
+    row_values,
+    whole_rows,
+)
 from lmjax.functional.dense import FORMS
 from lmjax.functional.exact import exact
 from lmjax.models import decoder
@@ -45,7 +53,9 @@ def logprobs(
     deterministic engine (``LLM.functional``) the value has that engine's bits, for one forward more. remat: keep of
     each layer only its input and compute the layer again in the backward pass.
     """
+    check_params(params, spec)
     env, tokens = env_or_default(env), _checked(tokens, spec)
+    lengths = _checked_lengths(lengths, tokens)
 
     def plain(params: DecoderParams, tokens: jax.Array, spec: DecoderSpec, env: Env) -> jax.Array:
         hidden, targets, env = _hidden(params, tokens, spec, remat, env)
@@ -65,7 +75,9 @@ def scores(
     env: Env | None = None,
 ) -> Scores:
     """``logprobs`` and the entropies of the same distributions, from one forward. Arguments as there."""
+    check_params(params, spec)
     env, tokens = env_or_default(env), _checked(tokens, spec)
+    lengths = _checked_lengths(lengths, tokens)
     if env.tile is not None:
         raise NotImplementedError("env: deterministic scores have log-probabilities alone, see logprobs")
     hidden, targets, env = _hidden(params, tokens, spec, remat, env)
@@ -79,6 +91,10 @@ def _checked(tokens: jax.Array, spec: DecoderSpec) -> jax.Array:
     if not 2 <= width <= spec.max_len:
         raise ValueError(f"tokens: got rows of {width}, must be 2 to {spec.max_len} tokens")
     return tokens
+
+
+def _checked_lengths(lengths: Any, tokens: jax.Array) -> jax.Array | None:
+    return None if lengths is None else row_values("lengths", lengths, tokens.shape[0], 0, tokens.shape[1])
 
 
 def _hidden(

@@ -54,6 +54,11 @@ def put_columns(x: jax.Array, columns: jax.Array, first: jax.Array, axis: int = 
     return lax.dynamic_update_slice_in_dim(x, columns, first, axis=axis)
 
 
+def unknown_zero(values: jax.Array) -> jax.Array:
+    """int32 [] 0, made of any integers in a way that XLA does not see through: for counts it must not know."""
+    return (jnp.max(values).astype(jnp.int32) & jnp.int32(2**31 - 1)) >> jnp.int32(31)
+
+
 def isolated(function: Callable[[], State], zeros: State, num: jax.Array) -> State:
     """``function()`` as a computation of its own, which XLA neither fuses with its surroundings nor orders otherwise.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, Ring, aligned_zeros
 from lmjax.runtime.jax_executor import ModelInfo
 from lmjax.runtime.live import Loaded, Loading, check_layout, file_digest, layout_of
-from lmjax.runtime.platform import writing_to_own_cache
+from lmjax.runtime.platform import own_context, writing_to_own_cache
 from lmjax.runtime.resolve import resolve_dtype
 from lmjax.runtime.runner import with_max_length
 from lmjax.types import ParameterError
@@ -185,9 +186,17 @@ class EncoderExecutor:
         self._last_done = now
         return sums
 
+    def context(self) -> AbstractContextManager[None]:
+        """In which a caller's own thread makes steps."""
+        return own_context()
+
     @property
     def has_params(self) -> bool:
         return self.params is not None
+
+    def has_lost_params(self) -> bool:
+        """Whether whoever shares the arrays has deleted or donated them."""
+        return self.params is not None and self.params.embed.is_deleted()
 
     def check_params(self, tree: Any) -> None:
         check_layout(tree, self._layout)

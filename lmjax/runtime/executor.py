@@ -40,7 +40,7 @@ from lmjax.runtime.plan_costs import weights_of
 from lmjax.runtime.platform import (
     configure_jax,
     describe_platform,
-    no_context_mesh,
+    own_context,
     use_compilation_cache,
     writing_to_own_cache,
 )
@@ -60,6 +60,7 @@ from lmjax.runtime.runner import with_max_length, with_runner
 from lmjax.weights.given import NOTHING, Given
 from lmjax.weights.pooling import is_encoder, read_pooling
 from lmjax.weights.source import ModelSource, resolve_model
+from lmjax.weights.trees import check_names
 from pallas_kernels.platform import Target, device_target
 
 log = logging.getLogger(__name__)
@@ -82,8 +83,9 @@ def build_executor(
     tell = progress or (lambda message: None)
     source = given.source or find_model(config)
     if is_encoder(source):
-        return _build_encoder(with_runner(config, source), source, given, tell)
-    with no_context_mesh():
+        with own_context():
+            return _build_encoder(with_runner(config, source), source, given, tell)
+    with own_context():
         made = _prepare(config, source, tell, target, given)
     resolved, plan = made.resolved, made.plan
     spec, kv_specs, buckets = resolved.spec, resolved.kv_specs, resolved.buckets(plan.max_model_len)
@@ -185,6 +187,7 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
         check_equal(ranks, rank_facts(resolved))
     if given.source:
         assert adapter is not None
+        check_names(given.params, given.names)
         weights = adapter.missing_bytes(given.params)
     else:
         weights = weights_of(spec, dtype, resolved.degree).bytes

@@ -41,7 +41,7 @@ def make_sample(
         slots, positions = parts["slots"], parts["positions"]
         logits = logits[:vocab] if env.vocab_axis is None else logits
         share = Share(env.vocab_axis, vocab)
-        state = _State(tokens, sampling, key.level, most, share, env.branches, processed_logprobs)
+        state = State(tokens, sampling, key.level, most, share, env.branches, processed_logprobs)
         if env.tile is None:
             out = draw_rows(logits, parts["params"], slots, positions, state)
         else:
@@ -58,7 +58,7 @@ def make_sample(
     return sample
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """What all rows share; arguments of ``sampling.sampler.sample``."""
 
     tokens: jax.Array
@@ -71,7 +71,7 @@ class _State(NamedTuple):
 
 
 def choose_rows(
-    logits: jax.Array, params: jax.Array, slots: jax.Array, positions: jax.Array, state: _State
+    logits: jax.Array, params: jax.Array, slots: jax.Array, positions: jax.Array, state: State
 ) -> tuple[jax.Array, jax.Array]:
     return choose(
         logits,
@@ -87,7 +87,7 @@ def choose_rows(
     )
 
 
-def draw_rows(logits: jax.Array, params: jax.Array, slots: jax.Array, positions: jax.Array, state: _State) -> SampleOut:
+def draw_rows(logits: jax.Array, params: jax.Array, slots: jax.Array, positions: jax.Array, state: State) -> SampleOut:
     token_ids, shown = choose_rows(logits, params, slots, positions, state)
     if not state.max_logprobs:
         return SampleOut(token_ids)
@@ -99,7 +99,7 @@ def draw_in_tiles(
     params: jax.Array,
     slots: jax.Array,
     positions: jax.Array,
-    state: _State,
+    state: State,
     tile: int,
 ) -> SampleOut:
     """``draw_rows``, so many rows at a time; log-probabilities by the code that a prompt's are made with."""

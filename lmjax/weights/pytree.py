@@ -186,7 +186,7 @@ def layout_of(params: DecoderParams, spec: DecoderSpec) -> DecoderSpec:
     leaves = {name: tuple(x.shape) for name, x in named_leaves(params).items()}
     norm, embed = leaves.get("norm", ()), leaves.get("embed", ())
     first = leaves.get("layers.0.attn.norm", ())
-    stages = first[0] if len(first) == len(norm) + 1 else 1
+    stages = first[0] if norm and len(first) == len(norm) + 1 else 1
     layers = []
     for i, layer in enumerate(spec.layers[: -(-len(spec.layers) // stages)]):
         a, qkv = layer.attention, leaves.get(f"layers.{i}.attn.qkv.weight", ())
