@@ -155,7 +155,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, q_rows: jax.Array, k_rows:
     """q [N, H, Tq], k and v [N, H, Tk] -> [N, H, Tq]; a token sees those of its own row."""
     scale = jnp.float32(q.shape[1] ** -0.5)
     scores = jnp.einsum("nht,nhs->nts", q, k, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(q_rows[:, None] == k_rows[None, :], scores, -jnp.inf)
+    scores = jnp.where((q_rows[:, None] == k_rows[None, :])[None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("nts,nhs->nht", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
 
