@@ -15,6 +15,8 @@ class ConfigError(ValueError):
 
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 QUANTIZATIONS = ("int8", "fp8", "int4")
+RUNNERS = ("auto", "generate", "pooling")
+POOLINGS = ("last", "mean", "cls")
 BACKENDS = ("auto", "xla", "triton", "mosaic")
 
 
@@ -52,6 +54,15 @@ class EngineConfig:
         "auto", "whose sampling defaults apply: the model's generation_config.json or lmjax's own", ("auto", "lmjax")
     )
     chat_template: str | None = _opt(None, "a jinja file, or the template itself")
+    runner: str = _opt(
+        "auto",
+        "generate answers (and embed), or pooling: embeddings and scores alone; auto: pooling for encoders and for "
+        "directories of sentence-transformers",
+        RUNNERS,
+    )
+    pooler_config: dict[str, Any] = _opt(
+        {}, "JSON object with pooling_type (LAST, MEAN or CLS), use_activation (false: embeddings keep their length)"
+    )
     seed: int = _opt(0, "seed of the dummy weights, and of requests that give none")
     # KV cache
     block_size: int = _opt(16, "tokens per KV block")
@@ -159,8 +170,23 @@ class EngineConfig:
             )
         if not self.enable_chunked_prefill and self.pipeline_parallel_size > 1:
             raise ConfigError("--pipeline-parallel-size needs chunked prefill, which is switched off")
+        self._validate_pooling()
         self._validate_hosts()
         return self
+
+    def _validate_pooling(self) -> None:
+        allowed = {"pooling_type": POOLINGS, "use_activation": (True, False)}
+        for name, value in self.pooler_config.items():
+            if name not in allowed:
+                raise ConfigError(f"--pooler-config: got the field {name!r}, must be one of {', '.join(allowed)}")
+            if name == "pooling_type" and not (isinstance(value, str) and value.lower() in POOLINGS):
+                raise ConfigError(f"--pooler-config: pooling_type: got {value!r}, must be LAST, MEAN or CLS")
+            if name == "use_activation" and not isinstance(value, bool):
+                raise ConfigError(f"--pooler-config: use_activation: got {value!r}, must be true or false")
+        if self.runner == "pooling" and self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"--runner: got pooling, must be generate with --pipeline-parallel-size {self.pipeline_parallel_size}"
+            )
 
     def _validate_hosts(self) -> None:
         nnodes, rank = self.nnodes, self.node_rank

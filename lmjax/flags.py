@@ -7,7 +7,7 @@ import json
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,7 +121,7 @@ def engine_options() -> tuple[Option, ...]:
     hints = typing.get_type_hints(EngineConfig)
     options = []
     for f in fields(EngineConfig):
-        default = None if f.name == "hf_overrides" else f.default
+        default = None if f.default is MISSING else f.default
         options.append(Option(f.name, _kind(hints[f.name]), f.metadata["help"], default, f.metadata["choices"]))
     return tuple(options)
 

@@ -6,7 +6,24 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from lmjax.types import RequestUpdate, SamplingParams
+from lmjax.types import PoolingParams, RequestMetrics, RequestUpdate, SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class PoolingInfo:
+    """What a model makes of a text besides answers.
+
+    ``task``: embed, or score (a cross-encoder: a number for two texts read together). ``kind``: last, mean or cls.
+    ``normalize``: embeddings have length 1, or scores go through a sigmoid, unless asked otherwise. ``width``: numbers
+    of an embedding. ``dimensions``: shorter ones that may be asked for; empty: any; None: none.
+    """
+
+    task: str
+    kind: str
+    normalize: bool
+    width: int
+    dimensions: tuple[int, ...] | None = None
+    lower: bool = False  # texts are made lower case
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,6 +45,8 @@ class EngineInfo:
     # the model's own sampling defaults (generation_config.json), names as in SamplingParams
     default_sampling: dict[str, Any] = field(default_factory=dict)
     logprobs_mode: str = "raw_logprobs"  # or processed_logprobs
+    generates: bool = True  # False: --runner pooling
+    pooling: PoolingInfo | None = None  # None: this engine cannot pool
 
 
 @dataclass(slots=True)
@@ -69,6 +88,16 @@ class EngineReport(NamedTuple):
     alive: bool
 
 
+class Pooled(NamedTuple):
+    """``values``: float32 bytes of an embedding, or of one score."""
+
+    values: bytes
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    engine: int = 0
+
+
 class EngineClient(Protocol):
     """Implemented by ``lmjax.engine.async_engine.AsyncEngine`` and by tests' fakes."""
 
@@ -96,6 +125,35 @@ class EngineClient(Protocol):
 
         Updates that the reader has not taken are merged into one. Raises ``QueueFullError`` and
         ``EngineDeadError`` from the iterator.
+        """
+        ...
+
+    def pooling_prompt(
+        self,
+        text: str | list[int],
+        params: PoolingParams,
+        second: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], int]:
+        """The token ids of a text, or of a pair for a cross-encoder, truncated if asked, and the ``split`` of ``pool``.
+
+        Raises ``ParameterError`` for what ``pool`` would not take.
+        """
+        ...
+
+    async def pool(
+        self,
+        prompt_token_ids: list[int],
+        params: PoolingParams,
+        *,
+        split: int = 0,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Pooled:
+        """The embedding of a text, or with a cross-encoder the score of a pair, whose second text begins at ``split``.
+
+        Cancelling it aborts the request. Raises ``ParameterError``, ``QueueFullError`` and ``EngineDeadError``.
         """
         ...
 

@@ -276,6 +276,30 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PoolingParams:
+    """How one text is embedded or a pair is scored. A wrong value raises ``ParameterError`` at construction.
+
+    ``dimensions``: the first so many numbers of the embedding, for models that were trained for it (Matryoshka).
+    ``use_activation``: embeddings get length 1, scores of a cross-encoder go through its sigmoid; None: as the model's
+    files or ``--pooler-config`` say. ``truncate_prompt_tokens``: keep the first so many tokens of a text, special ones
+    included; -1: as many as fit; None: a longer text is refused.
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and not (_is_int(self.dimensions) and self.dimensions >= 1):
+            raise ParameterError("dimensions", f"got {self.dimensions!r}, must be an integer of at least 1")
+        if self.use_activation is not None and not isinstance(self.use_activation, bool):
+            raise ParameterError("use_activation", f"got {self.use_activation!r}, must be true or false")
+        keep = self.truncate_prompt_tokens
+        if keep is not None and not (_is_int(keep) and (keep == -1 or keep >= 1)):
+            raise ParameterError("truncate_prompt_tokens", f"got {keep!r}, must be -1 or an integer of at least 1")
+
+
 @dataclass(slots=True)
 class Delta:
     """What is new for one choice of a request since the last update. ``text`` may lag behind ``token_ids``
@@ -360,3 +384,37 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: Any  # float32 [D], numpy
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """As in vLLM: ``output.outputs.embedding``."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """As in vLLM: ``output.outputs.score``."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]  # of a pair, or of both texts one after the other where each is embedded by itself
+    num_cached_tokens: int = 0

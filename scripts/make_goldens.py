@@ -2,6 +2,8 @@
 
     python scripts/make_goldens.py tiny
     python scripts/make_goldens.py families [NAME ...]
+    python scripts/make_goldens.py encoders
+    python scripts/make_goldens.py minilm DIR      # DIR: all-MiniLM-L6-v2
     python scripts/make_goldens.py smollm2 DIR     # DIR: the embedded model as a float32 Hugging Face directory
 
 Everything runs in float32 on one thread, one sequence at a time, so that no padding and no batching enters.
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -96,6 +98,47 @@ def make_families(names: list[str]) -> None:
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 
+def make_encoders() -> None:
+    """Hidden states, or the score, of every case of tests/tiny_encoders.py -> tests/goldens/encoders.npz."""
+    from tests import tiny_encoders as tiny
+
+    arrays: dict[str, np.ndarray] = {}
+    for name, config in tiny.CASES.items():
+        scores = config["architectures"][0].endswith("Classification")
+        kind = AutoModelForSequenceClassification if scores else AutoModel
+        with tempfile.TemporaryDirectory() as folder:
+            path = tiny.write(name, folder)
+            model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        arrays[f"{name}/checksum"] = np.array(tiny.checksum(name))
+        for i, (ids, split) in enumerate(zip(tiny.prompts(name), tiny.splits(name), strict=True)):
+            given = {"input_ids": torch.tensor(ids, dtype=torch.long)[None]}
+            if split:
+                given["token_type_ids"] = (torch.arange(len(ids)) >= split).long()[None]
+            with torch.no_grad():
+                out = model(**given, attention_mask=torch.ones_like(given["input_ids"]))
+            arrays[f"{name}/{i}"] = (out.logits if scores else out.last_hidden_state[0]).numpy()
+        print(f"{name}: {arrays[f'{name}/0'].std():.2f} {arrays[f'{name}/0'].shape}")
+    np.savez_compressed(GOLDENS / "encoders.npz", **arrays)
+
+
+def make_minilm(path: Path) -> None:
+    """Mean-pooled, normalised embeddings of tests/tiny_encoders.py's MINILM_TEXTS -> tests/goldens/minilm.npz."""
+    from transformers import AutoTokenizer
+
+    from tests.tiny_encoders import MINILM_TEXTS
+
+    tokenizer, rows = AutoTokenizer.from_pretrained(path), []
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    for text in MINILM_TEXTS:
+        given = tokenizer(text, truncation=True, max_length=256, return_tensors="pt")
+        with torch.no_grad():
+            mean = model(**given).last_hidden_state[0].mean(0)
+        rows.append((mean / mean.norm()).numpy())
+    embeddings = np.stack(rows)
+    np.savez_compressed(GOLDENS / "minilm.npz", embeddings=embeddings)
+    print(f"similar {embeddings[0] @ embeddings[1]:.2f}, unrelated {embeddings[0] @ embeddings[2]:.2f}")
+
+
 def greedy(model: Any, ids: list[int], count: int) -> tuple[list[int], list[float], list[float]]:
     """``count`` greedy tokens (not stopping at eos), their log-probabilities and the gap to the second best logit."""
     cache, feed = None, torch.tensor([ids], dtype=torch.long)
@@ -142,8 +185,8 @@ def make_smollm2(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "families", "smollm2"])
-    parser.add_argument("names", nargs="*", help="smollm2: the model's float32 directory; families: some of them")
+    parser.add_argument("what", choices=["tiny", "families", "encoders", "minilm", "smollm2"])
+    parser.add_argument("names", nargs="*", help="minilm, smollm2 (float32): the model's directory; families: some")
     args = parser.parse_args()
     torch.set_num_threads(1)
     GOLDENS.mkdir(parents=True, exist_ok=True)
@@ -151,8 +194,12 @@ def main() -> None:
         make_tiny()
     elif args.what == "families":
         make_families(args.names)
+    elif args.what == "encoders":
+        make_encoders()
     elif len(args.names) != 1:
-        parser.error("smollm2 needs the model's directory")
+        parser.error(f"{args.what} needs the model's directory")
+    elif args.what == "minilm":
+        make_minilm(Path(args.names[0]))
     else:
         make_smollm2(Path(args.names[0]))
 

@@ -14,12 +14,15 @@ import msgspec
 from server.errors import ApiError, bad_request
 
 Kind = Literal["applied", "neutral", "hint", "refused"]
-Route = Literal["completions", "chat", "tokenize", "detokenize", "weights"]
+Route = Literal["completions", "chat", "tokenize", "detokenize", "weights", "embeddings", "score", "rerank"]
 COMPLETION: Route = "completions"
 CHAT: Route = "chat"
 TOKENIZE: Route = "tokenize"
 DETOKENIZE: Route = "detokenize"
 WEIGHTS: Route = "weights"
+EMBEDDINGS: Route = "embeddings"
+SCORE: Route = "score"
+RERANK: Route = "rerank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,11 @@ _GENERATION = (
     )
 )
 
+_POOLING = _applied("model truncate_prompt_tokens use_activation priority request_id cache_salt") | {
+    "user": Field("hint", type=str),
+    "mm_processor_kwargs": Field("refused", "images and audio are not supported"),
+}
+
 FIELDS: dict[str, dict[str, Field]] = {
     COMPLETION: _GENERATION
     | _applied("prompt echo")
@@ -114,6 +122,17 @@ FIELDS: dict[str, dict[str, Field]] = {
     | _refused("images and audio are not supported", "mm_processor_kwargs media_io_kwargs"),
     DETOKENIZE: _applied("model tokens"),
     WEIGHTS: _applied("path version kv_cache"),
+    EMBEDDINGS: _POOLING
+    | _applied("input encoding_format dimensions add_special_tokens normalize")
+    | {
+        "embed_dtype": Field("neutral", "embeddings are float32", ("float32",)),
+        "endianness": Field("neutral", "embeddings are little-endian", ("little", "native")),
+    }
+    | _refused(_NOT_YET, "messages chat_template chat_template_kwargs input_type"),
+    SCORE: _POOLING | _applied("text_1 text_2 queries documents") | _refused(_NOT_YET, "instruction chat_template"),
+    RERANK: _POOLING
+    | _applied("query documents top_n return_documents")
+    | _refused(_NOT_YET, "instruction chat_template max_tokens_per_doc max_chunks_per_doc rank_fields"),
 }
 
 

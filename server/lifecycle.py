@@ -102,7 +102,7 @@ class _Server:
             client = loading.result()
             attach(self._app, client)
             log.info("ready: %s on %s", ", ".join(self._state.model_names), self._settings.address)
-            log.info("try: %s", self._settings.example)
+            log.info("try: %s", self._settings.example_for(client.info))
             while not stopping.done():
                 if client.dead:
                     return await self._mourn(client.dead)

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from lmjax.protocol import EngineReport
+from lmjax.protocol import EngineReport, Pooled
 from lmjax.types import RequestMetrics, RequestUpdate, SamplingParams
 
 TTFT = (
@@ -237,6 +237,16 @@ class RequestTimer:
             self._hist["inter_token_latency_seconds"].observe(now - self._last)
         self._last = now
         self._tokens += new
+
+    def pooled(self, found: Pooled) -> None:
+        """The end of a request that generates nothing."""
+        self._metrics.ended(found.engine, "stop")
+        self._metrics.cached(found.engine, found.num_cached_tokens)
+        hist, times, self._done = self._metrics.hist(found.engine), found.metrics, True
+        hist["e2e_request_latency_seconds"].observe(time.monotonic() - self._arrival)
+        hist["request_prompt_tokens"].observe(found.num_prompt_tokens)
+        if times.scheduled:
+            hist["request_queue_time_seconds"].observe(times.scheduled - times.arrival)
 
     def _begin(self, engine: int) -> None:
         self._engine, self._hist = engine, self._metrics.hist(engine)

@@ -82,11 +82,14 @@ def _check_common(request: GenerationRequest, settings: ServerSettings) -> None:
         raise bad_request("priority", "needs a server started with --scheduling-policy priority", code="unsupported")
     if not -(2**31) <= request.priority < 2**31:
         raise bad_request("priority", f"got {request.priority}, must be a 32-bit integer")
-    for name in ("request_id", "cache_salt"):
-        value = getattr(request, name)
+    check_names(request.request_id, request.cache_salt)
+
+
+def check_names(request_id: str | None, cache_salt: str | None) -> None:
+    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
         if value is not None and not 1 <= len(value) <= MAX_LABEL:
             raise bad_request(name, f"got {len(value)} characters, must be 1 to {MAX_LABEL}")
-    if request.request_id is not None and not is_label(request.request_id):
+    if request_id is not None and not is_label(request_id):
         raise bad_request("request_id", f"must be 1 to {MAX_LABEL} printable ASCII characters")
 
 

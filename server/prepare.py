@@ -61,21 +61,21 @@ def prepare_chat(body: bytes, client: EngineClient, settings: ServerSettings) ->
     return request, Job(ids, params, text)
 
 
-def split_prompts(prompt: Prompt | None) -> list[str | list[int]]:
+def split_prompts(prompt: Prompt | None, field: str = "prompt", most: int = MAX_PROMPTS) -> list[str | list[int]]:
     """The four shapes of ``prompt``: a text, texts, ids, lists of ids. Raises ``ApiError`` for others."""
     if prompt is None:
-        raise bad_request("prompt", "is missing", code="missing_field")
+        raise bad_request(field, "is missing", code="missing_field")
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise bad_request("prompt", "got [], must not be empty")
+        raise bad_request(field, "got [], must not be empty")
     kinds = set(map(type, prompt))
     if len(kinds) > 1:
-        raise bad_request("prompt", "must hold only texts, only token ids or only lists of token ids")
+        raise bad_request(field, "must hold only texts, only token ids or only lists of token ids")
     if kinds == {int}:
         return [prompt]  # type: ignore[list-item]
-    if len(prompt) > MAX_PROMPTS:
-        raise bad_request("prompt", f"got {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed")
+    if len(prompt) > most:
+        raise bad_request(field, f"got {len(prompt)} prompts, at most {most} are allowed")
     return prompt  # type: ignore[return-value]
 
 

@@ -10,7 +10,9 @@ from server.metrics import ServerMetrics
 from server.middleware import make_guard, make_headers, observe
 from server.openai.chat import chat_completions
 from server.openai.completions import completions
+from server.openai.embeddings import embeddings
 from server.openai.models import get_model, list_models
+from server.openai.scores import rerank, score
 from server.openai.tokenize import detokenize, tokenize
 from server.settings import ServerSettings
 from server.state import STATE, ServerState
@@ -26,6 +28,9 @@ ROUTES = (
     ("GET", "/v1/models/{id:.+}", get_model),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/embeddings", embeddings),
+    *(("POST", path, score) for path in ("/v1/score", "/score")),
+    *(("POST", path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     *admin.ROUTES,

@@ -13,7 +13,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from server.errors import ApiError, bad_request
-from server.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, WEIGHTS, Route, applied_fields
+from server.fields import (
+    CHAT,
+    COMPLETION,
+    DETOKENIZE,
+    EMBEDDINGS,
+    RERANK,
+    SCORE,
+    TOKENIZE,
+    WEIGHTS,
+    Route,
+    applied_fields,
+)
 
 Prompt = str | list[str | int | list[int]]
 
@@ -107,6 +118,43 @@ class WeightsRequest(msgspec.Struct, kw_only=True):
     kv_cache: str = "keep"
 
 
+class PoolingRequest(msgspec.Struct, kw_only=True):
+    """What embeddings and scores have in common."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    use_activation: bool | None = None
+    priority: int = 0
+    request_id: str | None = None
+    cache_salt: str | None = None
+
+
+class EmbeddingRequest(PoolingRequest, kw_only=True):
+    input: Prompt | None = None
+    encoding_format: str = "float"
+    dimensions: int | None = None
+    add_special_tokens: bool | None = None
+    normalize: bool | None = None  # vLLM's former name of use_activation
+
+
+class ScoreRequest(PoolingRequest, kw_only=True):
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+
+
+class TextDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    text: str
+
+
+class RerankRequest(PoolingRequest, kw_only=True):
+    query: str | None = None
+    documents: list[str | TextDocument] | None = None
+    top_n: int | None = None
+    return_documents: bool = True
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int] | None = None
@@ -118,6 +166,9 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
     WEIGHTS: WeightsRequest,
+    EMBEDDINGS: EmbeddingRequest,
+    SCORE: ScoreRequest,
+    RERANK: RerankRequest,
 }
 T = TypeVar("T", bound=msgspec.Struct)
 

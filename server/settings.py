@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmjax.protocol import EngineInfo
+
 MIB = 1024 * 1024
 
 
@@ -78,8 +80,19 @@ class ServerSettings:
     def example(self) -> str:
         """A curl command that asks this server something."""
         body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+        return self._example("chat/completions", body)
+
+    def example_for(self, info: EngineInfo) -> str:
+        """Something that this engine can answer."""
+        if info.generates:
+            return self.example
+        if info.pooling is not None and info.pooling.task == "score":
+            return self._example("rerank", '{"query": "a question", "documents": ["an answer", "another answer"]}')
+        return self._example("embeddings", '{"input": ["a text", "another"]}')
+
+    def _example(self, route: str, body: str) -> str:
         socket, base = (f"--unix-socket {self.uds} ", "http://localhost") if self.uds else ("", self.address)
         for every in ("//0.0.0.0:", "//[::]:"):
             base = base.replace(every, "//localhost:")
         key = "-H 'Authorization: Bearer KEY' " if self.api_keys else ""
-        return f"curl {socket}{base}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"
+        return f"curl {socket}{base}/v1/{route} {key}-H 'Content-Type: application/json' -d '{body}'"

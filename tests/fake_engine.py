@@ -13,13 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from lmjax.core.output import PromptRows
+from lmjax.engine.pooling import check_pooling, prepare
 from lmjax.engine.validate import check_request
-from lmjax.protocol import EngineInfo, EngineReport, EngineStats
+from lmjax.protocol import EngineInfo, EngineReport, EngineStats, Pooled
 from lmjax.text.detokenizer import Detokenizer
 from lmjax.text.tokenizer import Tokenizer, load_tokenizer
 from lmjax.types import (
     Delta,
     EngineDeadError,
+    PoolingParams,
     QueueFullError,
     RequestMetrics,
     RequestUpdate,
@@ -71,6 +76,7 @@ class FakeEngine:
         self.info = EngineInfo(**(facts | {"max_model_len": max_model_len} | info))
         self.script, self.step = script, step
         self.asked: list[Asked] = []
+        self.pooled: list[tuple[Any, ...]] = []
         self.running = 0
         self.aborted = 0
         self.yielded = 0  # updates
@@ -104,6 +110,37 @@ class FakeEngine:
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
         self.asked.append(Asked(checked.prompt, checked.params, request_id, priority, cache_salt))
         return self._stream(checked.prompt, checked.params, set(checked.stop_ids), request_id or "?")
+
+    def pooling_prompt(
+        self,
+        text: str | list[int],
+        params: PoolingParams,
+        second: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], int]:
+        return prepare(self.tokenizer, self.info, text, params, second, add_special_tokens)
+
+    async def pool(self, prompt_token_ids: list[int], params: PoolingParams, **rest: Any) -> Pooled:
+        """The "hidden state" of a prompt: (its length, its first id, its last one, 1), or the length of a pair's
+        second text."""
+        checked = check_pooling(prompt_token_ids, params, self.info, rest["split"])
+        self.pooled.append((prompt_token_ids, params, rest))
+        self.running += 1
+        try:
+            await self._pause()
+            if self.refuse is not None:
+                raise self.refuse
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+        ids = checked.prompt
+        assert self.info.pooling is not None
+        state = [len(ids), ids[0], ids[-1], 1] if self.info.pooling.task == "embed" else [len(ids) - rest["split"]]
+        checked.sink.add(PromptRows(0, 0, len(state), np.array(state, np.float32).tobytes()))
+        now = time.monotonic()
+        return Pooled(checked.sink.values().tobytes(), len(ids), 0, RequestMetrics(now, now))
 
     def stats(self) -> EngineStats:
         self._stats.num_running = self.running

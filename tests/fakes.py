@@ -28,6 +28,7 @@ from lmjax.core.request import NewRequest
 from lmjax.core.scheduler import Scheduler
 from lmjax.types import KVSpec, SamplingParams
 from tests.fake_live import FakeLive
+from tests.fake_pooling import pooled_rows
 
 _A, _B, _C = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
 
@@ -322,6 +323,7 @@ class FakeExecutor(FakeLive):
             n, start = int(plan.lengths[row]), int(plan.starts[row])
             targets = plan.target_ids[at : at + n]
             wanted = np.flatnonzero(targets >= 0)
+            found += pooled_rows(plan, row, targets, plan.token_ids[at : at + n], self.weights)
             at += n
             if len(wanted):
                 ids, positions = targets[wanted], start + wanted + 1
@@ -342,6 +344,7 @@ class Answer:
     weights: list[int] = field(default_factory=list)  # that drew each token
     logprobs: list[tuple[float, int, tuple[int, ...]]] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[float, int]] = field(default_factory=dict)
+    pooled: list[float] | None = None
     reason: str | None = None
     stop_reason: int | None = None
     message: str | None = None
@@ -357,6 +360,7 @@ class Driver:
         self.executor, self.overlap, self.check = executor, overlap, check
         self.answers: dict[int, Answer] = {}
         self._asked: dict[int, int | None] = {}
+        self._first_pooled: dict[int, int] = {}
         self._in_flight: deque[tuple[StepPlan, _InFlight, int]] = deque()
         self.outputs: list[StepOutput] = []
         self.weights = 0  # how often they were changed
@@ -366,6 +370,8 @@ class Driver:
         for handle in range(request.handle, request.handle + request.params.n):
             self.answers[handle] = Answer()
             self._asked[handle] = request.params.logprobs
+            if request.pooling:
+                self._first_pooled[handle] = len(request.prompt) - 1 if request.pooling == "last" else 0
         self.scheduler.add(request)
 
     def step(self) -> bool:
@@ -443,6 +449,10 @@ class Driver:
                     self.answers[handle].logprobs.append(entry)
         for prompt in output.prompt_rows:
             answer = self.answers[prompt.handle]
+            if prompt.handle in self._first_pooled:
+                before = 0 if prompt.first == self._first_pooled[prompt.handle] else np.array(answer.pooled)
+                answer.pooled = (before + np.asarray(prompt.rows)[0]).tolist()
+                continue
             columns = unpack_rows(np.asarray(prompt.rows))
             for i in range(len(columns.ranks)):
                 again = prompt.first + i in answer.prompt_logprobs
@@ -480,5 +490,7 @@ def run_requests(
 
 def request(handle: int, prompt: list[int] | np.ndarray, arrival: float = 0.0, **kwargs) -> NewRequest:
     """A request; sampling parameters and the fields of NewRequest by name."""
-    own = {k: kwargs.pop(k) for k in ("stop_ids", "priority", "cache_salt", "adapter", "after") if k in kwargs}
+    own = {
+        k: kwargs.pop(k) for k in ("stop_ids", "priority", "cache_salt", "adapter", "after", "pooling") if k in kwargs
+    }
     return NewRequest(handle, np.asarray(prompt, np.int32), SamplingParams(**kwargs), arrival=arrival, **own)

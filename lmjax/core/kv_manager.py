@@ -104,7 +104,7 @@ class KVManager:
     def longest_chunked(self) -> int:
         """The most tokens that ``ever_fits`` with chunks of one token."""
         fitting = bisect_left(
-            range(self.tables.shape[2] * self.block_size), True, key=lambda n: not self.ever_fits(n, 1)
+            range(self.tables.shape[2] * self.block_size + 1), True, key=lambda n: not self.ever_fits(n, 1)
         )
         return fitting - 1
 

@@ -28,7 +28,11 @@ class Finished(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """Of the prompt tokens at positions ``first`` .. ``first + n - 1``. Entropies come if they are wanted."""
+    """Of the prompt tokens at positions ``first`` .. ``first + n - 1``. Entropies come if they are wanted.
+
+    Of a request that pools: ``rows`` is float32 [1, width], the sum of the hidden states of some of its tokens in this
+    step; ``first`` is the first of them, so sums that came before are void where that is the request's first.
+    """
 
     handle: int
     first: int

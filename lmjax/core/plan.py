@@ -34,6 +34,7 @@ class SlotLoad:
     bad_words_ids: list[list[int]] | None = None
 
 
+POOLED = -2  # in target_ids
 _EPOCH_BITS = 20
 
 
@@ -54,7 +55,7 @@ class StepPlan:
     samples: np.ndarray  # bool [R]  the row's last token draws the next one (position start + length)
     token_ids: np.ndarray  # int32 [sum(lengths[num_decode:])]  ids of the prefill rows, concatenated
     # int32, as long as token_ids: the id that follows each prefill token in the prompt, -1 if the row wants no
-    # prompt log-probability there. None: no row in this step wants any.
+    # prompt log-probability there, POOLED if its hidden state goes into the row's sum. None: no row wants anything.
     target_ids: np.ndarray | None
     patches: np.ndarray  # int32 [M, 4]  (group, slot, column, block id), to apply before the forward; no place twice
     entropy: bool = False  # some of those rows want entropies, too
@@ -72,6 +73,22 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return self.num_decode + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class WholePlan:
+    """A step of an encoder: R whole sequences, one after the other. The result is float32 [R, width]."""
+
+    step_id: int
+    handles: np.ndarray  # int64 [R]
+    lengths: np.ndarray  # int32 [R]
+    splits: np.ndarray  # int32 [R]  where the second text begins; 0: there is none
+    poolings: list[str]  # [R]  last, mean or cls
+    token_ids: np.ndarray  # int32 [sum(lengths)]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.handles)
 
 
 def empty_plan() -> StepPlan:
@@ -125,6 +142,8 @@ class PromptLogprobs:
     entropies: np.ndarray | None = (
         None  # float32 [n], in nats, of the distributions that they are of; 0 if no row of the step wants any
     )
+    pooled: int = 0  # if not 0: rows are float32 [1, D], the sum of the hidden states of so many tokens from ``first``
+    key: int = 0  # the row's, with ``pooled``
 
 
 @dataclass(slots=True)
@@ -178,6 +197,10 @@ class ExecutorInfo:
     stages: int = 1  # of a pipeline: so many steps are under way, and each is read so many submits later
     host: HostTierInfo | None = None  # None: there is no host tier
     logprobs_mode: str = "raw_logprobs"
+    generates: bool = True  # False: it has no programs to sample; every request pools
+    pooled_width: int = 0  # numbers that a pooled request gets; 0: none can be pooled
+    scores: bool = False  # what it gives is the score of a pair, not an embedding
+    sigmoid: bool = True  # and goes through one
 
     def __post_init__(self) -> None:
         assert len(self.kv_specs) == len(self.num_blocks)

@@ -195,7 +195,7 @@ class PrefillPlanner:
             if request not in state.prefill:
                 state.keep_prefilling(request)
         else:
-            row.samples = True
+            row.samples = not request.pooling
             table.planned[slot] = known + 1
             if request in state.prefill:
                 state.prefill.remove(request)

@@ -38,7 +38,8 @@ def give_up_kv(state: EngineState) -> None:
         state.forget_saved(request)
         if request.num_targets < request.all_targets:
             # prompt log-probabilities are given out when all are there: then all of them are from the same weights
-            request.num_targets = min(request.num_targets, 0)
+            request.num_targets = min(request.num_targets, request.first_target)
+            request.num_pooled, request.pooled_from = 0, request.epoch
     for pool in state.kv.pools:
         pool.forget_unused()
     if state.tier is not None:

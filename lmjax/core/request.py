@@ -19,6 +19,8 @@ class NewRequest:
     ``params.max_tokens``: None means up to the context length. ``adapter``: name that keeps KV of adapters apart.
     ``after``: a token after the prompt whose log-probability is wanted with those of the prompt (with
     ``params.prompt_logprobs``); -1: none. ``entropy``: those of the distributions are wanted, too.
+    ``pooling``: last, mean or cls: wanted are hidden states of the prompt and nothing is drawn; empty: it generates.
+    ``split``: where the second text of a pair begins (encoders; 0: there is none).
     ``arrival``: seconds of time.monotonic(); orders the waiting requests (ties: order of the calls of ``add``).
     """
 
@@ -33,6 +35,8 @@ class NewRequest:
     arrival: float = 0.0
     after: int = -1
     entropy: bool = False
+    pooling: str = ""
+    split: int = 0
 
 
 class State(IntEnum):
@@ -72,6 +76,9 @@ class Request:
     num_targets: int = -1  # prompt log-probabilities asked of the device so far (-1: it wants none)
     after: int = -1  # one more target: a token after the prompt (-1: there is none)
     entropy: bool = False  # with the targets, entropies are wanted
+    pooling: str = ""  # the targets are hidden states: of the last token, of all (mean), of the first (cls)
+    num_pooled: int = 0  # of those that came
+    pooled_from: int = 0  # hidden states of earlier epochs do not count: they are of other weights
     num_cached: int = 0  # prefix hit of the first admission, in tokens
     saved: Saved | None = None  # its KV, if it is kept while the request waits
     origin: tuple[str | None, str | None] = (None, None)  # adapter and salt: what the root is made of, beside weights
@@ -82,8 +89,14 @@ class Request:
 
     @property
     def all_targets(self) -> int:
-        """Prompt log-probabilities that it wants, if it wants any."""
+        """Prompt log-probabilities that it wants, if it wants any; or the end of the tokens to pool."""
+        if self.pooling:
+            return 1 if self.pooling == "cls" else len(self.prompt)
         return len(self.prompt) - (self.after < 0)
+
+    @property
+    def first_target(self) -> int:
+        return len(self.prompt) - 1 if self.pooling == "last" else 0
 
 
 @dataclass(slots=True, eq=False)

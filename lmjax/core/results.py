@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lmjax.core.output import PromptRows, StepOutput, cut_rows
-from lmjax.core.plan import StepPlan, StepResult, row_key
+from lmjax.core.plan import PromptLogprobs, StepPlan, StepResult, row_key
 from lmjax.core.request import Request
 from lmjax.core.state import EngineState
 from lmjax.core.stop import end_of, ended_rows
@@ -57,11 +57,25 @@ def _prompt_rows(state: EngineState, result: StepResult) -> list[PromptRows]:
     reduced = []
     for entry in result.prompt_logprobs:
         request = state.requests.get(entry.handle)
-        if request is not None and request.params.prompt_logprobs is not None:
+        if request is None:
+            continue
+        if entry.pooled:
+            reduced += _pooled(state, request, entry)
+        elif request.params.prompt_logprobs is not None:
             rows = cut_rows(entry.rows, request.params.prompt_logprobs)
             found = entry.entropies.data if request.entropy and entry.entropies is not None else b""
             reduced.append(PromptRows(entry.handle, entry.first, rows.shape[1], rows.data, found))  # type: ignore[arg-type]
     return reduced
+
+
+def _pooled(state: EngineState, request: Request, entry: PromptLogprobs) -> list[PromptRows]:
+    """The sum, if it counts; with the last one the request ends."""
+    if entry.key < row_key(request.handle, request.pooled_from):
+        return []
+    request.num_pooled += entry.pooled
+    if request.num_pooled == request.all_targets - request.first_target:
+        state.finish(request, "stop")
+    return [PromptRows(entry.handle, entry.first, entry.rows.shape[1], entry.rows.data)]  # type: ignore[arg-type]
 
 
 def _end_if_over(state: EngineState, request: Request | None, token_id: int, length: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from lmjax.config import SchedulerConfig
 from lmjax.core.block_hash import root_digest
 from lmjax.core.output import Finished, StepOutput
-from lmjax.core.plan import ExecutorInfo, StepPlan, StepResult
+from lmjax.core.plan import POOLED, ExecutorInfo, StepPlan, StepResult
 from lmjax.core.policy import rank
 from lmjax.core.prefill import PrefillPlanner, PrefillRow
 from lmjax.core.renewal import change_weights, give_up_kv
@@ -88,6 +88,8 @@ class Scheduler:
         seed = request_seed(self.config.seed, new.handle) if params.seed is None else params.seed
         most = self.info.max_model_len
         limit = most if params.max_tokens is None else min(length + params.max_tokens, most)
+        if new.pooling:
+            limit = length + 1  # as if a token were on its way when the prompt is planned; it never comes
         origin = (new.adapter, new.cache_salt)
         root = root_digest(*origin, self.state.weights)
         first = self._next_sequence
@@ -106,9 +108,10 @@ class Scheduler:
                 root=root,
                 origin=origin,
                 history=new.prompt,
-                num_targets=0 if i == 0 and params.prompt_logprobs is not None else -1,
+                num_targets=_first_target(new) if i == 0 else -1,
                 after=new.after,
                 entropy=new.entropy,
+                pooling=new.pooling,
             )
             for i in range(params.n)
         ]
@@ -117,7 +120,9 @@ class Scheduler:
         length, info = len(new.prompt), self.info
         if length == 0:
             return "the prompt is empty"
-        if length >= info.max_model_len:
+        if new.pooling and length > info.max_model_len:
+            return f"the prompt has {length} tokens, the context {info.max_model_len}"
+        if length >= info.max_model_len and not new.pooling:
             return f"the prompt has {length} tokens, the context {info.max_model_len}: no room for a reply"
         if np.maximum.reduce(new.prompt.view(np.uint32)) >= info.vocab_size:  # so negative ids are large
             wrong = next(i for i in new.prompt.tolist() if not 0 <= i < info.vocab_size)
@@ -330,8 +335,15 @@ def _without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
     return params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
 
 
+def _first_target(new: NewRequest) -> int:
+    if new.pooling:
+        return len(new.prompt) - 1 if new.pooling == "last" else 0
+    return -1 if new.params.prompt_logprobs is None else 0
+
+
 def _target_ids(rows: list[PrefillRow], total: int) -> np.ndarray | None:
-    """int32 [total]: the token after each prefill token of those rows that want prompt log-probabilities."""
+    """int32 [total]: the token after each prefill token of those rows that want prompt log-probabilities; POOLED for
+    tokens to pool. Each is asked for once, whatever becomes of the request's slot meanwhile."""
     targets = None
     at = 0
     for row in rows:
@@ -343,8 +355,11 @@ def _target_ids(rows: list[PrefillRow], total: int) -> np.ndarray | None:
                 if targets is None:
                     targets = np.full(total, -1, np.int32)
                 here = targets[at + first - row.start : at + end - row.start]
-                known = request.prompt[first + 1 : end + 1]
-                here[: len(known)], here[len(known) :] = known, request.after
+                if request.pooling:
+                    here[:] = POOLED
+                else:
+                    known = request.prompt[first + 1 : end + 1]
+                    here[: len(known)], here[len(known) :] = known, request.after
                 request.num_targets = end
         at += row.length
     return targets

@@ -11,16 +11,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front, check_first_rank, load_front
+from lmjax.engine.columns import add_request
 from lmjax.engine.live import check_kv_cache, check_version
 from lmjax.engine.output import OutputProcessor, RequestState
+from lmjax.engine.pooling import check_pooling, pooled, prepare
 from lmjax.engine.process import EngineProcess, one_line
 from lmjax.engine.records import (
     AbortRequest,
-    AddRequest,
     ControlReply,
     Dead,
     LoadWeights,
@@ -32,8 +31,8 @@ from lmjax.engine.records import (
     WakeUp,
 )
 from lmjax.engine.validate import Checked, check_priority, check_request
-from lmjax.protocol import EngineInfo, EngineReport, EngineStats
-from lmjax.types import EngineDeadError, ModelError, OrderError, RequestUpdate, SamplingParams
+from lmjax.protocol import EngineInfo, EngineReport, EngineStats, Pooled
+from lmjax.types import EngineDeadError, ModelError, OrderError, PoolingParams, RequestUpdate, SamplingParams
 
 log = logging.getLogger("lmjax.engine")
 
@@ -157,6 +156,31 @@ class AsyncEngine:
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
         return self.stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
 
+    def pooling_prompt(
+        self,
+        text: str | list[int],
+        params: PoolingParams,
+        second: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], int]:
+        """See ``EngineClient.pooling_prompt``."""
+        return prepare(self.tokenizer, self.info, text, params, second, add_special_tokens)
+
+    async def pool(
+        self,
+        prompt_token_ids: list[int],
+        params: PoolingParams,
+        *,
+        split: int = 0,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Pooled:
+        """See ``EngineClient.pool``."""
+        check_priority(priority, self._policy)
+        checked = check_pooling(prompt_token_ids, params, self.info, split)
+        return await pooled(checked, self.stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt))
+
     async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
         """See ``EngineClient.load_weights``. Orders are carried out one after the other."""
         check_version(version)  # what cannot be sent
@@ -217,19 +241,8 @@ class AsyncEngine:
     def _add(self, checked: Checked, request_id: str, priority: int, cache_salt: str | None) -> RequestState:
         assert self._outputs is not None and self._process is not None
         now = time.monotonic()
-        request = self._outputs.open(request_id, checked.prompt, checked.params, now)
-        self._process.send(
-            AddRequest(
-                handle=request.handle,
-                prompt=np.asarray(checked.prompt, "<i4").tobytes(),
-                params=checked.params,
-                stop_ids=checked.stop_ids,
-                bad_words_ids=checked.bad_words_ids,
-                priority=priority,
-                cache_salt=cache_salt,
-                arrival=now,
-            )
-        )
+        request = self._outputs.open(request_id, checked.prompt, checked.params, now, checked.sink)
+        self._process.send(add_request(request.handle, checked, now, priority, cache_salt))
         return request
 
     def _close_request(self, request: RequestState) -> None:

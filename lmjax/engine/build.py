@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmjax.config import ConfigError, EngineConfig, SchedulerConfig
-from lmjax.protocol import EngineInfo
+from lmjax.protocol import EngineInfo, PoolingInfo
 from lmjax.text.objects import tokenizer_from
 from lmjax.text.tokenizer import Tokenizer, load_tokenizer
 from lmjax.types import ModelError
 from lmjax.weights.generation import eos_token_ids, sampling_defaults
 from lmjax.weights.given import NOTHING, Given
+from lmjax.weights.pooling import Pooling, read_pooling
 from lmjax.weights.source import resolve_model
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Front(NamedTuple):
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, Any]
+    pooling: Pooling
 
     def complete(self, info: EngineInfo) -> EngineInfo:
         """``info`` of the engine's side with what only this side knows."""
@@ -42,7 +44,15 @@ class Front(NamedTuple):
             model_type=self.model_type,
             eos_token_ids=tuple(token for token in self.eos_token_ids if token < info.vocab_size),
             default_sampling=self.default_sampling,
+            pooling=self._pooling(info.pooling),
         )
+
+    def _pooling(self, info: PoolingInfo | None) -> PoolingInfo | None:
+        """The engine's side knows the width, and whether it is a cross-encoder."""
+        if info is None or info.task == "score":
+            return info and dataclasses.replace(info, lower=self.pooling.lower)
+        own = self.pooling
+        return PoolingInfo("embed", own.kind, own.normalize, info.width, own.dimensions, own.lower)
 
 
 def check_first_rank(config: EngineConfig) -> None:
@@ -70,7 +80,7 @@ def load_front(config: EngineConfig, given: Given = NOTHING, tokenizer: Any = No
     defaults = sampling_defaults(source.generation_config) if config.generation_config == "auto" else {}
     model_type = str(source.config.get("model_type", "unknown"))
     model = str(source.path) if given.source else config.model
-    return Front(model, model_type, tokenizer, tuple(dict.fromkeys(ends)), defaults)
+    return Front(model, model_type, tokenizer, tuple(dict.fromkeys(ends)), defaults, read_pooling(source, config))
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: Any, file: Path) -> None:
@@ -99,12 +109,14 @@ def build_engine(
     Raises ``ValueError`` (``ConfigError`` among them) when the settings or the model's files are at fault.
     """
     from lmjax.core.scheduler import Scheduler
+    from lmjax.core.whole import WholeScheduler
     from lmjax.engine.engine import Engine
 
     module, _, function = executor.partition(":")
     more = {} if given is NOTHING else {"given": given}
     device = getattr(importlib.import_module(module), function)(config, progress, **more)
-    scheduler = Scheduler(_scheduler_config(config, device.info), device.info)
+    kind = Scheduler if device.info.kv_specs else WholeScheduler  # an encoder keeps nothing between steps
+    scheduler: Any = kind(_scheduler_config(config, device.info), device.info)
     engine = Engine(scheduler, device, publish, overlap=config.async_scheduling)
     return engine, _engine_info(device)
 
@@ -126,10 +138,20 @@ def _engine_info(device: Any) -> EngineInfo:
         vocab_size=info.vocab_size,
         max_logprobs=info.max_logprobs,
         block_size=info.block_size,
-        num_kv_blocks=min(info.num_blocks) - 1,
+        num_kv_blocks=min(info.num_blocks, default=1) - 1,
         max_num_seqs=info.max_num_seqs,
         dtype=facts.dtype,
         platform=facts.platform,
         device_count=facts.device_count,
         logprobs_mode=info.logprobs_mode,
+        generates=info.generates,
+        pooling=_pooling_info(info),
     )
+
+
+def _pooling_info(info: ExecutorInfo) -> PoolingInfo | None:
+    if not info.pooled_width:
+        return None
+    if info.scores:
+        return PoolingInfo("score", "cls", info.sigmoid, info.pooled_width)
+    return PoolingInfo("embed", "last", True, info.pooled_width)

@@ -11,6 +11,7 @@ from lmjax.core.output import StepOutput
 from lmjax.core.request import NewRequest
 from lmjax.core.stats import SchedulerStats
 from lmjax.engine.records import AddRequest, StepRecord
+from lmjax.engine.validate import Checked
 from lmjax.protocol import EngineStats
 
 
@@ -26,7 +27,29 @@ def new_request(message: AddRequest) -> NewRequest:
         arrival=message.arrival,
         after=message.after,
         entropy=message.entropy,
+        pooling=message.pooling,
+        split=message.split,
     )
+
+
+def add_request(
+    handle: int, checked: Checked, arrival: float, priority: int = 0, cache_salt: str | None = None
+) -> AddRequest:
+    message = AddRequest(
+        handle=handle,
+        prompt=np.asarray(checked.prompt, "<i4").tobytes(),
+        params=checked.params,
+        stop_ids=checked.stop_ids,
+        bad_words_ids=checked.bad_words_ids,
+        priority=priority,
+        cache_salt=cache_salt,
+        arrival=arrival,
+    )
+    sink = checked.sink
+    if sink is not None:
+        message.after, message.entropy = sink.after, sink.entropy
+        message.pooling, message.split = sink.pooling, sink.split
+    return message
 
 
 def step_record(output: StepOutput | None) -> StepRecord | None:

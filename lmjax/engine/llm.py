@@ -13,15 +13,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lmjax.config import ConfigError, EngineConfig, flag
 from lmjax.engine.build import DEFAULT_EXECUTOR, build_engine, check_first_rank, load_front
 from lmjax.engine.collect import Collector
+from lmjax.engine.columns import add_request
 from lmjax.engine.controls import LiveControls, interrupts_deferred
+from lmjax.engine.embedding import PoolingCalls
 from lmjax.engine.mesh import from_mesh
 from lmjax.engine.output import OutputProcessor, RequestState
-from lmjax.engine.records import AbortRequest, AddRequest, StepRecord
+from lmjax.engine.prompts import Prompt, progress_bar, prompt_list
+from lmjax.engine.records import AbortRequest, StepRecord
 from lmjax.engine.scoring import ScoreSink, TokenScores, score_requests, token_arrays
 from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineStats
@@ -37,11 +38,10 @@ _ASLEEP = "the engine sleeps: call wake_up() first"
 _NO_WEIGHTS = "params: the engine's arrays were deleted, or donated to a program: give it others with set_params()"
 _STUCK = 0.001  # seconds to wait when no step could be made
 
-Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
 
-class LLM(LiveControls):
+class LLM(LiveControls, PoolingCalls):
     """Loads a model and answers prompts: ``LLM("smollm2", max_num_seqs=8).generate(["Hello"])``.
 
     The keyword arguments are ``EngineConfig``'s fields. ``progress(line)`` says what is being done at the start.
@@ -117,7 +117,7 @@ class LLM(LiveControls):
         Raises ``ParameterError`` before anything runs if one of them can't. Ctrl-C aborts them all; the LLM can be
         used on.
         """
-        listed = _prompt_list(prompts)
+        listed = prompt_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         params = sampling_params or self.get_default_sampling_params()
         return self._generate(texts, [self._encode(prompt) for prompt in listed], params, use_tqdm, priority)
@@ -133,7 +133,7 @@ class LLM(LiveControls):
 
         Nothing runs before the first answer is asked for. Closing the iterator aborts what is left.
         """
-        listed = _prompt_list(prompts)
+        listed = prompt_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         params = sampling_params or self.get_default_sampling_params()
         checked, priorities, collectors = self._check(texts, [self._encode(p) for p in listed], params, priority)
@@ -224,7 +224,7 @@ class LLM(LiveControls):
         asked = score_requests(sequences, top_k, entropy, sampling_params, self.info)
         wanted = [checked for checked in asked if checked is not None]
         with (
-            _progress_bar(len(wanted), use_tqdm) as bar,
+            progress_bar(len(wanted), use_tqdm) as bar,
             contextlib.closing(self._run(wanted, [priority] * len(wanted))) as updates,
         ):
             for _, update in updates:
@@ -246,6 +246,8 @@ class LLM(LiveControls):
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         executor: Any = self._engine.executor
+        if not executor.info.kv_specs:
+            raise ParameterError("model", "is an encoder: only weights of decoders are written")
         if not executor.has_params:
             raise RuntimeError("the weights were freed (sleep level 2): call wake_up() first")
         with self._lock:
@@ -274,7 +276,7 @@ class LLM(LiveControls):
     ) -> list[RequestOutput]:
         checked, priorities, collectors = self._check(texts, prompts, sampling_params, priority)
         with (
-            _progress_bar(len(prompts), use_tqdm) as bar,
+            progress_bar(len(prompts), use_tqdm) as bar,
             contextlib.closing(self._run(checked, priorities)) as updates,
         ):
             for index, update in updates:
@@ -345,19 +347,7 @@ class LLM(LiveControls):
         with interrupts_deferred(), self._lock:
             state = self._outputs.open(uuid.uuid4().hex, checked.prompt, checked.params, now, checked.sink)
             state.waiter = ready
-            self._engine.handle(
-                AddRequest(
-                    handle=state.handle,
-                    prompt=np.asarray(checked.prompt, "<i4").tobytes(),
-                    params=checked.params,
-                    stop_ids=checked.stop_ids,
-                    bad_words_ids=checked.bad_words_ids,
-                    priority=priority,
-                    arrival=now,
-                    after=-1 if checked.sink is None else checked.sink.after,
-                    entropy=checked.sink is not None and checked.sink.entropy,
-                )
-            )
+            self._engine.handle(add_request(state.handle, checked, now, priority))
             if state.pending is not None:
                 ready.append(state)
         return state
@@ -437,16 +427,6 @@ def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
     return config
 
 
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, dict) or not isinstance(prompts, Sequence | np.ndarray):
-        raise ParameterError("prompts", f"got {prompts!r}, must be a text, a list of token ids, or a list of these")
-    if len(prompts) and isinstance(prompts[0], int | np.integer):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
 def _list_of(name: str, value: Any, kind: type, count: int) -> list[Any]:
     """One value for all, or a sequence with one each."""
     if isinstance(value, kind):
@@ -454,20 +434,3 @@ def _list_of(name: str, value: Any, kind: type, count: int) -> list[Any]:
     if len(value) != count:
         raise ParameterError(name, f"got {len(value)} of them for {count} prompts, must be one or as many")
     return list(value)
-
-
-@contextlib.contextmanager
-def _progress_bar(count: int, enabled: bool) -> Iterator[Callable[[RequestUpdate], None]]:
-    from tqdm import tqdm
-
-    tokens, begin = 0, time.monotonic()
-    with tqdm(total=count, disable=not enabled, unit="req", dynamic_ncols=True) as bar:
-
-        def advance(update: RequestUpdate) -> None:
-            nonlocal tokens
-            tokens += sum(len(delta.token_ids) for delta in update.deltas)
-            if update.finished:
-                bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):.1f} tok/s", refresh=False)
-                bar.update()
-
-        yield advance

@@ -25,6 +25,8 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     arrival: float = 0.0  # time.monotonic(): the same clock in every process of a host
     after: int = -1  # one more token to score, after the prompt
     entropy: bool = False
+    pooling: str = ""  # see core.request.NewRequest
+    split: int = 0
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True):

@@ -14,11 +14,20 @@ from typing import Any
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.async_engine import AsyncEngine
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front
+from lmjax.engine.pooling import check_pooling, pooled, prepare
 from lmjax.engine.process import one_line
 from lmjax.engine.routing import RUNNING_COST, Replica, block_names, by_cost
 from lmjax.engine.validate import Checked, check_priority, check_request
-from lmjax.protocol import EngineInfo, EngineReport, EngineStats
-from lmjax.types import EngineDeadError, ModelError, OrderError, QueueFullError, RequestUpdate, SamplingParams
+from lmjax.protocol import EngineInfo, EngineReport, EngineStats, Pooled
+from lmjax.types import (
+    EngineDeadError,
+    ModelError,
+    OrderError,
+    PoolingParams,
+    QueueFullError,
+    RequestUpdate,
+    SamplingParams,
+)
 
 log = logging.getLogger("lmjax.engine")
 
@@ -157,6 +166,31 @@ class Replicas:
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
         return self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
 
+    def pooling_prompt(
+        self,
+        text: str | list[int],
+        params: PoolingParams,
+        second: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], int]:
+        """See ``EngineClient.pooling_prompt``."""
+        return prepare(self.tokenizer, self.info, text, params, second, add_special_tokens)
+
+    async def pool(
+        self,
+        prompt_token_ids: list[int],
+        params: PoolingParams,
+        *,
+        split: int = 0,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Pooled:
+        """See ``EngineClient.pool``."""
+        check_priority(priority, self._config.scheduling_policy)
+        checked = check_pooling(prompt_token_ids, params, self.info, split)
+        return await pooled(checked, self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt))
+
     async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
         """See ``EngineClient.load_weights``: in all engines, one first. Where that fails nothing has changed; another
         that fails after it is started anew, and loads them then."""
@@ -228,7 +262,7 @@ class Replicas:
 
     async def _stream(
         self, checked: Checked, request_id: str, priority: int, cache_salt: str | None
-    ) -> AsyncIterator[RequestUpdate]:
+    ) -> AsyncGenerator[RequestUpdate]:
         names = block_names(checked.prompt, cache_salt, self.info.block_size)
         alive = {i: r for i, r in self._replicas.items() if i in self._engines and self._engines[i].ready}
         if not alive:

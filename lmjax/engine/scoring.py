@@ -14,7 +14,7 @@ import numpy as np
 
 from lmjax.core.output import PromptRows
 from lmjax.core.plan import row_width, unpack_rows
-from lmjax.engine.validate import Checked, check_filters, check_prompt
+from lmjax.engine.validate import Checked, check_filters, check_generates, check_prompt
 from lmjax.protocol import EngineInfo
 from lmjax.types import ParameterError, SamplingParams
 
@@ -32,6 +32,8 @@ class TokenScores:
 
 class ScoreSink:
     """Where a request's rows are put as they come: in any order, and again after a preemption."""
+
+    pooling, split = "", 0
 
     def __init__(self, token_ids: np.ndarray, top_k: int, entropy: bool):
         count = len(token_ids) - 1
@@ -72,6 +74,7 @@ def score_requests(
         raise ParameterError(
             "top_k", f"got {top_k!r}, must be an integer from 0 to {info.max_logprobs} (--max-logprobs)"
         )
+    check_generates(info)
     how, top_k = _how_to_score(params, info), int(top_k)
     return [_request(ids, top_k, entropy, how, info) for ids in sequences]
 

@@ -21,11 +21,12 @@ class Checked(NamedTuple):
     params: SamplingParams
     stop_ids: tuple[int, ...]  # ends of sequence (unless ignored) and stop_token_ids, each once
     bad_words_ids: list[list[int]] | None
-    sink: Any = None  # of tokens to score: engine.scoring.ScoreSink
+    sink: Any = None  # of tokens to score or to pool: engine.scoring.ScoreSink, engine.pooling.PoolSink
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, info: EngineInfo, tokenizer: Any) -> Checked:
     """Raises ``ParameterError`` if the request could never run or asks for what the engine does not give."""
+    check_generates(info)
     check_prompt(prompt, info)
     ids = _truncate(list(prompt), params, info)
     max_tokens = _max_tokens(len(ids), params, info)
@@ -46,6 +47,11 @@ def check_request(prompt: Sequence[int], params: SamplingParams, info: EngineInf
     resolved = dataclasses.replace(params, max_tokens=max_tokens, truncate_prompt_tokens=None)
     bad_words = bad_words_ids(tokenizer, params.bad_words) if params.bad_words else None
     return Checked(ids, resolved, tuple(dict.fromkeys(stop_ids)), bad_words)
+
+
+def check_generates(info: EngineInfo) -> None:
+    if not info.generates:
+        raise ParameterError("model", f"{info.model} gives embeddings or scores and no answers (--runner pooling)")
 
 
 def check_priority(priority: int, policy: str) -> None:

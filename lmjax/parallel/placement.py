@@ -75,14 +75,16 @@ class Placement:
             return function
         return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
-    def wrap_forward(self, forward: Callable[..., Any], spec: DecoderSpec, num_groups: int) -> Callable[..., Any]:
-        """``runtime.forward``'s function, or ``runtime.tick``'s where there are stages."""
+    def wrap_forward(
+        self, forward: Callable[..., Any], spec: DecoderSpec, num_groups: int, pooled: bool = False
+    ) -> Callable[..., Any]:
+        """``runtime.forward``'s function, or ``runtime.tick``'s where there are stages. pooled: it has no logits."""
         pools = (POOL,) * num_groups
         own = (REPLICATED,) if self.stages == 1 else (STAGES, STAGES)  # block tables, and a tick's hidden states
         return self.wrap(
             forward,
             (self.params(spec), pools, REPLICATED, *own, REPLICATED),
-            (LOGITS, pools, REPLICATED, *own, REPLICATED),
+            (REPLICATED if pooled else LOGITS, pools, REPLICATED, *own, REPLICATED),
         )
 
     def wrap_sample(self, sample: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,10 +28,12 @@ class ForwardKey:
     num_rows: int
     prompt_logprobs: bool = False
     processed: bool = False  # of the distributions after temperature and filters
+    pooled: bool = False  # hidden states are summed, and there are no logits
 
     @property
     def name(self) -> str:
         kind = (",processed" if self.processed else "") + (",prompt_logprobs" if self.prompt_logprobs else "")
+        kind += ",pooled" if self.pooled else ""
         return f"forward[{self.num_tokens},{self.num_rows}{kind}]"
 
 
@@ -54,7 +56,8 @@ class Buckets:
     Token buckets are 1, 4, 8 ... 64 and then 128, 256, 512, 2048, 8192, each below ``max_num_batched_tokens``, which is
     the last one. Where ``max_num_seqs`` is above 64, powers of two go on up to it, so that a step of decode rows
     alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``. With
-    ``multiple`` and ``least`` both are rounded up to multiples of it that are no smaller.
+    ``multiple`` and ``least`` both are rounded up to multiples of it that are no smaller. ``pooled``: nothing is
+    generated: all programs pool, none samples. Else the one for prompt log-probabilities pools, too.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class Buckets:
         processed_logprobs: bool = False,
         multiple: int = 1,
         least: int = 1,
+        pooled: bool = False,
     ):
         self._samplers = samplers
+        self._pooled = pooled
         budget = max_num_batched_tokens
         decode = [2**i for i in range(7, 32) if 2**i < max_num_seqs] + [max_num_seqs]
         tokens = {*SMALL_TOKENS, *decode, *(t for t in MIXED_TOKENS if t > max_num_seqs), budget}
@@ -76,19 +81,22 @@ class Buckets:
 
         self.token_buckets = tuple(sorted({rounded(t) for t in tokens if t <= budget}))
         most_rows = rounded(max_num_seqs)
-        self.forward = tuple(ForwardKey(t, min(t, most_rows)) for t in self.token_buckets)
+        self.forward = tuple(ForwardKey(t, min(t, most_rows), pooled=pooled) for t in self.token_buckets)
         last = self.forward[-1]
-        self.prompt_logprobs = ForwardKey(last.num_tokens, last.num_rows, True, processed_logprobs)
+        # what a step with targets runs on
+        self.prompt_logprobs = last if pooled else ForwardKey(last.num_tokens, last.num_rows, True, processed_logprobs)
         self.row_buckets = tuple(sorted({key.num_rows for key in self.forward}))
         self.sample = tuple(
-            SampleKey(rows, level, logprobs) for rows in self.row_buckets for level, logprobs in samplers
+            SampleKey(rows, level, logprobs)
+            for rows in self.row_buckets
+            for level, logprobs in (() if pooled else samplers)
         )
 
     def choose(self, plan: StepPlan) -> ForwardKey:
         """The smallest program with room for the plan's tokens; ``ValueError`` where none has."""
         tokens, rows = plan.num_tokens, plan.num_rows
         fitting = self.forward[bisect_left(self.token_buckets, tokens) :]
-        for key in fitting if plan.target_ids is None else (self.prompt_logprobs,):
+        for key in fitting if plan.target_ids is None or self._pooled else (self.prompt_logprobs,):
             if tokens <= key.num_tokens and rows <= key.num_rows:
                 return key
         largest = self.forward[-1]

@@ -32,6 +32,7 @@ class Outputs:
     last: jax.Array  # the step is done when this is
     result: jax.Array | None = None  # int32 [S, columns]; None: no row samples
     prompt_logprobs: jax.Array | None = None  # int32 [T, 3 + 2 k + 1]
+    pooled: jax.Array | None = None  # float32 [S, D]
 
 
 class Device:
@@ -79,7 +80,7 @@ class Device:
                 logits, self._pools, self._tokens, *self._moved, prompt = program(
                     self.params, self._pools, self._tokens, *self._moved, packed
                 )
-                outputs = Outputs(logits, prompt_logprobs=prompt)
+                outputs = Outputs(logits, None, *(prompt or (None, None)))
             elif isinstance(key, SampleKey):
                 assert outputs is not None, "nothing to sample from"
                 self._tokens, outputs.result = program(outputs.last, self._tokens, self._sampling, packed)
@@ -89,7 +90,7 @@ class Device:
             if self._one_at_a_time:
                 self._wait(outputs.last if outputs else None)
         assert outputs is not None, "a step has a forward"
-        for array in (outputs.result, outputs.prompt_logprobs):
+        for array in (outputs.result, outputs.prompt_logprobs, outputs.pooled):
             if array is not None:
                 array.copy_to_host_async()
         if self.host is not None:

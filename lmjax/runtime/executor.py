@@ -19,6 +19,7 @@ from lmjax.runtime.adapt import Adapter
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.device import Device
+from lmjax.runtime.encoder import EncoderExecutor, build_encoder
 from lmjax.runtime.host_plan import host_tier, plan_host, without_swap_space
 from lmjax.runtime.inputs import InputPacker
 from lmjax.runtime.jax_executor import JaxExecutor, ModelInfo
@@ -56,8 +57,10 @@ from lmjax.runtime.ranks import (
     smallest,
 )
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
+from lmjax.runtime.runner import with_max_length, with_runner
 from lmjax.weights.given import NOTHING, Given
 from lmjax.weights.packing import packings
+from lmjax.weights.pooling import is_encoder, read_pooling
 from lmjax.weights.source import ModelSource, resolve_model
 from lmjax.weights.trees import check_names
 from pallas_kernels.platform import Target, device_target
@@ -72,15 +75,20 @@ def build_executor(
     progress: Progress | None = None,
     target: Target | None = None,
     given: Given = NOTHING,
-) -> JaxExecutor:
+) -> JaxExecutor | EncoderExecutor:
     """Loads the model and compiles everything; when it returns, nothing is left to compile.
 
     progress: is told what is being done. target: what kernels are chosen for, if not for the device. given: weights and
     devices of the caller. Raises ``ConfigError`` for settings that don't fit the model or the machine and
     ``WeightError`` for a model that cannot be read.
     """
+    tell = progress or (lambda message: None)
+    source = given.source or find_model(config)
+    if is_encoder(source):
+        with own_context():
+            return _build_encoder(with_runner(config, source), source, given, tell)
     with own_context():
-        made = _prepare(config, progress or (lambda message: None), target, given)
+        made = _prepare(config, source, tell, target, given)
     resolved, plan = made.resolved, made.plan
     spec, kv_specs, buckets = resolved.spec, resolved.kv_specs, resolved.buckets(plan.max_model_len)
     make = JaxExecutor if spec.stages == 1 else partial(PipelineExecutor, buckets=buckets)
@@ -94,6 +102,8 @@ def build_executor(
             vocab_size=spec.vocab,
             max_logprobs=config.max_logprobs,
             logprobs_mode=config.logprobs_mode,
+            generates=not resolved.pools_only,
+            pooled_width=spec.hidden,
             token_buckets=buckets.token_buckets,
             stages=spec.stages,
             host=host_tier(resolved, made.device, made.host_blocks) if made.host_blocks else None,
@@ -130,9 +140,16 @@ def _functional(resolved: Resolved) -> dict[str, Any] | None:
 
 def build_follower(config: EngineConfig, progress: Progress | None = None) -> Follower:
     """As ``build_executor``, on the ranks that run what rank 0's executor does."""
-    made = _prepare(config, progress or (lambda message: None), None, NOTHING)
+    made = _prepare(config, find_model(config), progress or (lambda message: None), None, NOTHING)
     assert made.ranks is not None
     return Follower(made.device, made.ranks, CompileMonitor(config.require_warm))
+
+
+def pooling_settings(config: EngineConfig, source: ModelSource) -> EngineConfig:
+    """With what the model's files say of pooling, where the settings leave it open."""
+    config = with_runner(config, source)
+    pooling = read_pooling(source, config)
+    return with_max_length(config, pooling, make_spec(source, None).max_len)
 
 
 class _Made(NamedTuple):
@@ -145,15 +162,26 @@ class _Made(NamedTuple):
     adapter: Adapter | None  # None: the weights are spread over processes
 
 
-def _prepare(config: EngineConfig, tell: Progress, target: Target | None, given: Given) -> _Made:
+def find_model(config: EngineConfig) -> ModelSource:
+    return resolve_model(config.model, config.revision, config.download_dir, config.hf_overrides or None)
+
+
+def _build_encoder(config: EngineConfig, source: ModelSource, given: Given, tell: Progress) -> EncoderExecutor:
+    if given.devices:
+        raise ConfigError("mesh: is for decoders; an encoder runs on one device")
+    configure_jax(config)
+    use_compilation_cache(config)
+    platform, device_count = describe_platform()
+    return build_encoder(config, source, platform, device_count, tell)
+
+
+def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: Target | None, given: Given) -> _Made:
     config.validate()
     configure_jax(config)
     ranks = join(config, tell)
     use_compilation_cache(config)
-    source = given.source or resolve_model(
-        config.model, config.revision, config.download_dir, config.hf_overrides or None
-    )
     platform, device_count = describe_platform()
+    config = pooling_settings(config, source)
     _check_platform(given.devices)
     resolved = _resolve(config, source, platform, target or device_target(jax.local_devices()[0]), given.devices)
     adapter = None if ranks else _adapter(resolved, given)

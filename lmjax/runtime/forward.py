@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lmjax.core.plan import row_width
+from lmjax.core.plan import POOLED, row_width
 from lmjax.models import decoder
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.batch import Batch
@@ -34,7 +34,8 @@ def make_forward(
     """``(params, pools, tokens, tables, packed) -> (logits [V, S], pools, tokens, tables, prompt log-probabilities)``.
 
     Donate pools, tokens and tables. The last result is None but for the prompt_logprobs variant, where it is
-    token rows with one column more, int32 [T, 3 + 2 * max_logprobs + 1] (see ``prompt_logprobs``).
+    token rows with one column more, int32 [T, 3 + 2 * max_logprobs + 1] (see ``prompt_logprobs``), and float32 [S, D]
+    (see ``pooled_sums``). The pooled variant has the latter alone, also in the logits' place.
     """
 
     def forward(params: Any, pools: Pools, tokens: jax.Array, tables: jax.Array, packed: jax.Array) -> tuple[Any, ...]:
@@ -43,6 +44,9 @@ def make_forward(
         token_ids, tokens = take_tokens(parts, tokens)
         batch = unpack_batch(parts, token_ids, tables)
         hidden, pools = decoder.forward(params, spec, pools, batch, env)
+        if key.pooled:
+            sums = pooled_sums(hidden, parts)
+            return sums, pools, tokens, tables, (None, sums)
         logits = head_of_rows(params, spec, hidden[:, batch.logit_tokens], batch.num_rows, env)
         prompt = None
         if key.prompt_logprobs:
@@ -51,7 +55,8 @@ def make_forward(
                 return decoder.logits(params, spec, columns, env)
 
             share = Share(env.vocab_axis, spec.vocab)
-            prompt = prompt_logprobs(head, hidden, parts, max_logprobs, share, env)
+            found = prompt_logprobs(head, hidden, parts, max_logprobs, share, env)
+            prompt = found, pooled_sums(hidden, parts)
         return logits, pools, tokens, tables, prompt
 
     return forward
@@ -69,6 +74,22 @@ def head_of_rows(params: Any, spec: DecoderSpec, hidden: jax.Array, num_rows: ja
     table = params.embed if spec.tie_embeddings else params.head
     out = jnp.zeros((table.shape[0], width), jnp.float32)
     return over_tiles(tile, width, num_rows, body, out)
+
+
+def pooled_sums(hidden: jax.Array, parts: dict[str, jax.Array]) -> jax.Array:
+    """hidden [D, T] -> float32 [S, D]: each row's sum over its tokens whose target is POOLED.
+
+    A product with ones and zeros: with one such token a row its hidden state comes out as it is.
+    """
+    rows = jnp.arange(parts["slots"].shape[0], dtype=jnp.int32)
+    picked = (parts["token_rows"][None, :] == rows[:, None]) & (parts["target_ids"] == POOLED)[None, :]
+    return lax.dot_general(
+        picked.astype(hidden.dtype),
+        hidden,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def take_tokens(parts: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -63,8 +63,9 @@ def forward_layout(key: ForwardKey, num_groups: int, block_size: int) -> Layout:
         "logit_tokens": (s,),
         "patches": (num_groups * (s + t // block_size) + 8, 4),
     }
-    if key.prompt_logprobs:
+    if key.prompt_logprobs or key.pooled:
         shapes["target_ids"] = (t,)
+    if key.prompt_logprobs:
         shapes["entropy"] = (1,)  # whether entropies are wanted
     if key.processed:
         shapes["params"] = (s, NUM_PARAMS)
@@ -164,6 +165,7 @@ class InputPacker:
         self._pack_tokens(plan, parts)
         if "target_ids" in parts:
             _pack_targets(plan, parts)
+        if "entropy" in parts:
             parts["entropy"][0] = plan.entropy
         if "params" in parts:
             self._params.take(parts["slots"], axis=0, out=parts["params"], mode="clip")

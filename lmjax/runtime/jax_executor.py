@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from lmjax.config import ConfigError
-from lmjax.core.plan import ExecutorInfo, PromptLogprobs, StepPlan, StepResult
+from lmjax.core.plan import POOLED, ExecutorInfo, PromptLogprobs, StepPlan, StepResult
 from lmjax.runtime.adapt import Adapted, Adapter
 from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
@@ -142,6 +142,8 @@ class JaxExecutor:
         result = StepResult(rows)
         if outputs.prompt_logprobs is not None:
             result.prompt_logprobs = read_prompt_logprobs(plan, np.asarray(outputs.prompt_logprobs))
+        if outputs.pooled is not None and plan.target_ids is not None and (plan.target_ids == POOLED).any():
+            result.prompt_logprobs += read_pooled(plan, np.asarray(outputs.pooled))
         return result
 
     # weights and sleep
@@ -252,5 +254,21 @@ def read_prompt_logprobs(plan: StepPlan, packed: np.ndarray) -> list[PromptLogpr
             found = packed[at : at + len(wanted)]
             rows, entropies = np.ascontiguousarray(found[:, :-1]), np.ascontiguousarray(found[:, -1]).view(np.float32)
             records.append(PromptLogprobs(int(plan.handles[row]), position, rows, entropies))
+        start = end
+    return records
+
+
+def read_pooled(plan: StepPlan, sums: np.ndarray) -> list[PromptLogprobs]:
+    """sums: float32 [S, D], by row of the step. One record a prefill row that has tokens to pool."""
+    assert plan.target_ids is not None
+    records, start = [], 0
+    for row in range(plan.num_decode, plan.num_rows):
+        end = start + int(plan.lengths[row])
+        marked = np.flatnonzero(plan.target_ids[start:end] == POOLED)
+        if len(marked):
+            first = int(plan.starts[row]) + int(marked[0])
+            own = sums[row : row + 1].copy()  # not a view: the device's buffer would stay as long as it
+            found = PromptLogprobs(int(plan.handles[row]), first, own, pooled=len(marked), key=int(plan.keys[row]))
+            records.append(found)
         start = end
     return records

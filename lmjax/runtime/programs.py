@@ -122,7 +122,7 @@ def forward_program(shapes: Shapes, key: ForwardKey) -> Program:
         function = make_tick(spec, *limits, shapes.stages, shapes.env)
         own = (state.tables, state.hidden)
     if place:
-        function = place.wrap_forward(function, shapes.spec, shapes.num_groups)
+        function = place.wrap_forward(function, shapes.spec, shapes.num_groups, key.pooled)
     arguments = (shapes.params(), shapes.pools(), state.tokens, *own, packed)
     donate = tuple(range(1, 3 + len(own)))
     return Program(key.name, function, arguments, donate, gpu_settings.program_options(shapes.env))

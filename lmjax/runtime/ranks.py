@@ -235,6 +235,7 @@ def rank_facts(resolved: Resolved) -> dict[str, str]:
     return {
         "--nnodes": str(config.nnodes),
         **identity(resolved, resolved.local_devices),
+        "--runner": config.runner,
         "--load-format": config.load_format,
         "--model's files": sizes,
         "--gpu-memory-utilization": str(config.gpu_memory_utilization),

@@ -66,6 +66,10 @@ class Resolved:
         return self.config.logprobs_mode == "processed_logprobs"
 
     @property
+    def pools_only(self) -> bool:
+        return self.config.runner == "pooling"
+
+    @property
     def degree(self) -> Degree:
         return self.placement.degree if self.placement else Degree()
 
@@ -110,9 +114,11 @@ class Resolved:
         stages, samplers = self.spec.stages, GPU_SAMPLERS if self.platform == "gpu" else SAMPLERS
         seqs, tokens, processed = -(-self.num_seqs // stages), -(-budget // stages), self.processed_logprobs
         if self.env.tile is None:
-            return Buckets(seqs, tokens, samplers, processed)
+            return Buckets(seqs, tokens, samplers, processed, pooled=self.pools_only)
         # one program for all that is drawn at random, whatever its neighbours ask for
-        return Buckets(seqs, tokens, SAMPLERS, processed, self.env.tile, least_width(self.env.target))
+        return Buckets(
+            seqs, tokens, SAMPLERS, processed, self.env.tile, least_width(self.env.target), pooled=self.pools_only
+        )
 
 
 def resolve(
@@ -135,7 +141,7 @@ def resolve(
         spec = spread_spec(spec, placement.degree)
     if config.deterministic:
         env = replace(env, tile=tile_width(env.target))
-    dtype, kv_dtype = _dtype(config, source, platform), config.kv_cache_dtype
+    dtype, kv_dtype = resolve_dtype(config, source, platform), config.kv_cache_dtype
     resolved = Resolved(
         config=config,
         source=source,
@@ -199,7 +205,7 @@ def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
         raise WeightError(source.config_file, str(error)) from error
 
 
-def _dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:
+def resolve_dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:
     if config.dtype != "auto":
         return config.dtype
     if platform == "cpu":
@@ -258,10 +264,9 @@ def program_bytes(resolved: Resolved) -> int:
     """``step_bytes``, measured by compiling the largest programs. They need the same whatever the pool's size."""
     shapes = resolved.shapes(tuple(2 for _ in resolved.kv_specs), resolved.spec.max_len)
     buckets = resolved.buckets(resolved.spec.max_len)
-    sample = max(buckets.sample, key=lambda key: (key.num_rows, key.level, key.logprobs))
-    programs: dict[Hashable, Program] = {
-        sample: sample_program(shapes, sample),
-        buckets.prompt_logprobs: forward_program(shapes, buckets.prompt_logprobs),
-    }
+    programs: dict[Hashable, Program] = {buckets.prompt_logprobs: forward_program(shapes, buckets.prompt_logprobs)}
+    if buckets.sample:
+        sample = max(buckets.sample, key=lambda key: (key.num_rows, key.level, key.logprobs))
+        programs[sample] = sample_program(shapes, sample)
     done = compile_all(programs, None)
     return step_bytes(shapes, {key: ProgramMemory.of(executable) for key, executable in done.items()})

@@ -20,7 +20,7 @@ from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import Env
 from lmjax.parallel.rules import PP
 from lmjax.runtime.buckets import ForwardKey
-from lmjax.runtime.forward import Pools, prompt_logprobs, take_tokens, unpack_batch
+from lmjax.runtime.forward import Pools, pooled_sums, prompt_logprobs, take_tokens, unpack_batch
 from lmjax.runtime.inputs import forward_layout
 from lmjax.runtime.state import apply_patches, copy_blocks, swap_in, swap_out
 from lmjax.sampling.share import Share
@@ -60,7 +60,8 @@ def make_tick(
         if key.prompt_logprobs:
             # of all tokens at once, not in every turn of the loop over them
             last = from_last(x)
-            prompt = prompt_logprobs(head, last, leaving, max_logprobs, Share(env.vocab_axis, spec.vocab), env)
+            found = prompt_logprobs(head, last, leaving, max_logprobs, Share(env.vocab_axis, spec.vocab), env)
+            prompt = found, pooled_sums(last, leaving)
             logits = head(last[:, leaving["logit_tokens"]])
         else:
             logits = head(from_last(x[:, leaving["logit_tokens"]]))

@@ -15,7 +15,7 @@ from lmjax.models.registry import family_layout
 from lmjax.models.spec import DecoderSpec
 from lmjax.weights import gguf, packing, quant_gguf, safetensors
 from lmjax.weights.buffers import aligned_empty
-from lmjax.weights.codes import Stored
+from lmjax.weights.codes import Infos, Stored
 from lmjax.weights.errors import WeightError
 from lmjax.weights.gguf_config import ROPE_FREQS
 from lmjax.weights.quant import Layout, layout_of
@@ -128,7 +128,10 @@ def open_checkpoint(source: ModelSource, spec: DecoderSpec, load_format: str) ->
         raise WeightError(source.weights, f"is {kind}; --load-format {load_format} cannot read it")
     if source.kind == "gguf":
         return Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, gguf.read_into)
-    infos = naming.with_prefix(safetensors.read_directory(source.weights), spec)
+    infos: Infos = safetensors.read_directory(source.weights)
+    if "embed_tokens.weight" in infos:  # of a decoder saved without its head
+        infos = {f"model.{name}": info for name, info in infos.items()}
+    infos = naming.with_prefix(infos, spec)
     return Checkpoint(infos, naming.hf_names, safetensors.read_into)
 
 

@@ -10,8 +10,9 @@ from lmjax.weights.errors import WeightError
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 # weights only as safetensors; config, tokenizer and chat template in any of their forms
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
-# sub-folders hold other formats of the same weights, and consolidated.* is Mistral's second copy
-IGNORED = ["*/*", "consolidated*"]
+# sub-folders (but 1_Pooling, of sentence-transformers) hold other formats of the same weights, and consolidated.* is
+# Mistral's second copy
+IGNORED = ["[!1]*/*", "1[!_]*/*", "*/*/*", "consolidated*"]
 
 
 def fetch_model(name: str, revision: str | None, download_dir: str | None, config_only: bool = False) -> Path:

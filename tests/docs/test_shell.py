@@ -47,6 +47,11 @@ RUN = {
             '--max-model-len 512"': "--max-model-len 512'",
         },
     ),
+    ("docs/embeddings.md", "curl -sf localhost:8000/v1/embeddings -H 'Content-Type: application/json'"): Run(
+        server="--load-format dummy --hf-overrides '{\"num_hidden_layers\":2}' --max-num-seqs 4 "
+        "--max-num-batched-tokens 32 --max-model-len 64",
+        expect=('"embedding"', '"score"', '"relevance_score"'),
+    ),
     ("docs/gpu.md", "lmjax plan --device h200 --tensor-parallel-size 8"): Run(
         replaced={"meta-llama/Llama-3.3-70B-Instruct": str(Path(__file__).parents[1] / "configs/llama-3.3-70b.json")},
         expect=("h200",),

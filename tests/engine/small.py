@@ -16,17 +16,13 @@ from tests.functional import plain
 CONTEXT, BUDGET, TOP = 64, 16, 5
 
 
+SIZES = {"max_num_seqs": 4, "max_model_len": CONTEXT, "max_num_batched_tokens": BUDGET}
+
+
 @functools.cache
 def small_llm(logprobs_mode: str = "raw_logprobs") -> LLM:
     """Steps of 16 tokens: a whole context takes four."""
-    return LLM(
-        str(model_dir("RAND")),
-        max_num_seqs=4,
-        max_model_len=CONTEXT,
-        max_num_batched_tokens=BUDGET,
-        max_logprobs=TOP,
-        logprobs_mode=logprobs_mode,
-    )
+    return LLM(str(model_dir("RAND")), max_logprobs=TOP, logprobs_mode=logprobs_mode, **SIZES)
 
 
 @functools.cache
@@ -43,6 +39,16 @@ def plain_logits(ids) -> np.ndarray:
     tokens = np.zeros((1, CONTEXT), np.int32)
     tokens[0, : len(ids)] = ids
     return np.asarray(apply(variables, tokens), np.float64)[0, : len(ids)]
+
+
+def plain_hidden(ids) -> np.ndarray:
+    """float64 [n, D], after the last norm."""
+    apply, variables = _plain()
+    head = {"kernel": np.eye(*variables["params"]["lm_head"]["kernel"].shape, dtype=np.float32)}
+    tokens = np.zeros((1, CONTEXT), np.int32)
+    tokens[0, : len(ids)] = ids
+    logits = apply({"params": {**variables["params"], "lm_head": head}}, tokens)
+    return np.asarray(logits, np.float64)[0, : len(ids)]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

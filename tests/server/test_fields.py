@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from lmjax.types import SamplingParams
-from server.fields import CHAT, COMPLETION, DETOKENIZE, FIELDS, TOKENIZE, WEIGHTS
+from server.fields import CHAT, COMPLETION, DETOKENIZE, FIELDS, TOKENIZE
 from server.schema import STRUCTS
 from tests.fake_engine import FakeEngine
 from tests.server.helpers import USER, Api, api, events, joined, run_async
@@ -254,7 +254,8 @@ async def _(server: Api, route: str) -> None:
 
 
 PROBES |= {name: probe_sampling(name) for name in SAMPLING}
-ROWS = [(route, name) for route, table in FIELDS.items() for name in table if route != WEIGHTS]  # see test_admin.py
+# the other routes: test_admin.py, test_embeddings.py
+ROWS = [(route, name) for route, table in FIELDS.items() for name in table if route in HINTS]
 
 
 @pytest.mark.parametrize(("route", "name"), ROWS, ids=[f"{route}-{name}" for route, name in ROWS])
