@@ -90,6 +90,7 @@ VERIFY = (
 )
 VERIFIED = (
     *("revision", "download_dir", "hf_overrides", "tokenizer", "load_format", "seed", "dtype", "kv_cache_dtype"),
+    *("quantization", "quantized_weights"),
     *("max_model_len", "block_size", "attention_backend", "compilation_cache_dir", "gpu_memory_utilization"),
 )
 COMPILE = (Option("autotune_results", str, "file that such a card has dumped (XLA's autotune results)"),)

@@ -84,6 +84,7 @@ def _resolve(config: EngineConfig, asked: Asked) -> tuple[Resolved, ModelSource]
     from lmjax.runtime.live import check_same
     from lmjax.runtime.platform import configure_jax, describe_platform, use_compilation_cache
     from lmjax.runtime.resolve import make_spec, resolve
+    from lmjax.weights.packing import plain as unpacked
     from lmjax.weights.source import resolve_model
 
     configure_jax(config)
@@ -100,7 +101,7 @@ def _resolve(config: EngineConfig, asked: Asked) -> tuple[Resolved, ModelSource]
     if asked.reference is None:
         return resolved, source
     other = resolve_model(asked.reference, None, config.download_dir, overrides)
-    check_same(resolved.spec, make_spec(other, config.max_model_len), asked.reference)
+    check_same(unpacked(resolved.spec), make_spec(other, config.max_model_len), asked.reference)
     return resolved, other
 
 
@@ -138,6 +139,7 @@ def _sides(resolved: Resolved, source: ModelSource, count: int) -> tuple[Side, S
     from lmjax.runtime.layer_errors import Side
     from lmjax.runtime.live import read_weights
     from lmjax.runtime.progress import loading_bar
+    from lmjax.weights.packing import plain as unpacked
 
     config, spec = resolved.config, resolved.spec
     with loading_bar() as listen:
@@ -152,12 +154,21 @@ def _sides(resolved: Resolved, source: ModelSource, count: int) -> tuple[Side, S
         steps=_steps(count),
         widths=resolved.buckets(spec.max_len).token_buckets,
     )
-    plain = replace(resolved, dtype="float32", source=source)
+    as_floats = config.replace(quantization=None, quantized_weights="dequantized")
+    reference_spec = unpacked(spec)
+    plain = replace(resolved, dtype="float32", source=source, config=as_floats, spec=reference_spec)
     device = _cpu()
     with loading_bar() as listen, jax.default_device(device):
         params = read_weights(plain, source, config.load_format, listen)
     reference = replace(
-        served, params=params, env=ALONE, device=device, kv_dtype="float32", steps=(count,), widths=(count,)
+        served,
+        params=params,
+        spec=reference_spec,
+        env=ALONE,
+        device=device,
+        kv_dtype="float32",
+        steps=(count,),
+        widths=(count,),
     )
     return served, reference
 

@@ -114,7 +114,7 @@ def spec_from_hf(config: dict[str, Any], max_model_len: int | None) -> DecoderSp
             raise hf.error(name, config[name], "absent or null: not supported")
     spec = family.spec_from_hf(hf, max_model_len)
     # without a head nothing reads it, and there is none to load
-    return replace(spec, tie_embeddings=True) if is_headless(config) else spec
+    return replace(spec, tie_embeddings=True, head_bias=False) if is_headless(config) else spec
 
 
 def is_headless(config: dict[str, Any]) -> bool:

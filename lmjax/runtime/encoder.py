@@ -37,6 +37,7 @@ _PARTS = ("token_ids", "positions", "types", "rows", "marks")
 _OF_DECODERS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "nnodes", "deterministic", "bundle"),
     *("kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space", "attention_backend"),
+    *("quantization", "quantized_weights"),
 )
 
 

@@ -19,7 +19,6 @@ from lmjax.models.params import DecoderParams
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.batch import Batch
 from lmjax.nn.env import Env
-from lmjax.nn.norm import rms_norm
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,10 @@ class _Walk:
         self.batches = _batches(side, token_ids)
         with self._here():
             # a step's padding is of the null token; its columns mean nothing
-            self.x = [_embed(side.params, batch.token_ids, env=side.env) for batch in self.batches]
+            self.x = [
+                _embed(side.params, batch.token_ids, batch.positions, spec=side.spec, env=side.env)
+                for batch in self.batches
+            ]
 
     def _here(self) -> Any:
         return jax.default_device(self.side.device)
@@ -108,14 +110,15 @@ class _Walk:
         [kv] = decoder.kv_specs(spec, side.kv_dtype)
         columns = self.batches[0].block_tables.shape[2]
         with self._here():
-            pools: Any = (jnp.zeros(decoder.pool_shape(kv, columns + 1, side.block_size), jnp.dtype(kv.dtype)),)
+            abstract = decoder.abstract_pool(kv, columns + 1, side.block_size)
+            pools: Any = (jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract),)
             for step, batch in enumerate(self.batches):
                 self.x[step], pools = _layer(side.params.layers[i], self.x[step], pools, batch, spec=spec, env=side.env)
 
     def pass_norm(self) -> None:
         side = self.side
         with self._here():
-            self.x = [_norm(x, side.params.norm, eps=side.spec.norm_eps) for x in self.x]
+            self.x = [_norm(side.params, x, spec=side.spec) for x in self.x]
 
     def logits(self) -> np.ndarray:
         """float32 [V, tokens]."""
@@ -130,14 +133,16 @@ def _layer(layer: Any, x: jax.Array, pools: Any, batch: Batch, *, spec: DecoderS
     return decoder.run_layers((layer,), spec, x, pools, batch, env)
 
 
-@partial(jax.jit, static_argnames="env")
-def _embed(params: DecoderParams, token_ids: jax.Array, *, env: Env) -> jax.Array:
-    return decoder.embed(params, token_ids, env)
+@partial(jax.jit, static_argnames=("spec", "env"))
+def _embed(
+    params: DecoderParams, token_ids: jax.Array, positions: jax.Array, *, spec: DecoderSpec, env: Env
+) -> jax.Array:
+    return decoder.embed(params, spec, token_ids, positions, env)
 
 
-@partial(jax.jit, static_argnames="eps")
-def _norm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
-    return rms_norm(x, weight, eps)
+@partial(jax.jit, static_argnames="spec")
+def _norm(params: DecoderParams, x: jax.Array, *, spec: DecoderSpec) -> jax.Array:
+    return decoder.final_norm(params, spec, x)
 
 
 @partial(jax.jit, static_argnames=("spec", "env"))
