@@ -73,6 +73,7 @@ NOT_RUN = {
     ("README.md", "make serve"): "the environment this test runs in is made by it; it would install it anew",
     ("docs/distributed.md", "lmjax serve --model DIR --tensor-parallel-size 16 --nnodes 2"): "needs two hosts",
     ("docs/gpu.md", "lmjax compile --device h200 --model M --bundle DIR"): "needs a card to serve with the bundle",
+    ("docs/quantization.md", "lmjax serve --model org/model-GPTQ"): "models of the hub; tests of their own have them",
     ("docs/gpu.md", "python -m benchmarks.gpu"): "needs a card; tests/benchmarks/test_gpu.py runs its second line",
 }
 SHELL = [block for block in ALL if block.language in ("bash", "console")]

@@ -36,6 +36,47 @@ AXES = {
 }
 
 
+IN_GROUPS = {"int8-g32": ("int8", 32), "int8-g128": ("int8", 128), "fp8-g64": ("fp8", 64)}
+
+
+def in_groups(form: str, w: np.ndarray) -> QuantWeight:
+    """8-bit numbers with a scale a group: each group as a matrix of its own."""
+    kind, group = IN_GROUPS[form]
+    made = [(quantize_int8 if kind == "int8" else quantize_fp8)(part) for part in np.split(w, len(w) // group)]
+    values, scale = np.concatenate([m.values for m in made]), np.stack([m.scale for m in made])
+    return QuantWeight(values, scale, None, f"{kind}_group")
+
+
+@pytest.mark.parametrize(("body", "tokens"), [("xla", 3), ("triton", 3), ("triton", 40)])
+@pytest.mark.parametrize("form", IN_GROUPS)
+def test_groups_of_8_bits(form, body, tokens):
+    rng = np.random.default_rng(tokens)
+    w = in_groups(form, rng.standard_normal((384, 72)).astype(np.float32))
+    x = jnp.asarray(rng.standard_normal((tokens, 384)), jnp.bfloat16)
+    want = np.asarray(x, np.float64) @ (np.asarray(w.values, np.float64) * np.repeat(w.scale, w.group, 0))
+    got = quant_matmul(x, w, out_dtype=jnp.float32, target=HOPPER if body == "triton" else CPU, backend=body)
+    assert w.group == IN_GROUPS[form][1]
+    assert np.abs(np.asarray(got) - want).max() <= 1e-5 * np.abs(want).max()
+
+
+@deviceless.skip
+@pytest.mark.parametrize(("kind", "card"), [("int8", "h200"), ("int8", "a100-80"), ("fp8", "h200")])
+def test_groups_of_8_bits_compile(kind, card):
+    (k, n), target = LLAMA_8B["qkv"], cards.card(card).target()
+    values = jax.ShapeDtypeStruct((k, n), jnp.int8 if kind == "int8" else jnp.float8_e4m3fn)
+    w = QuantWeight(values, jax.ShapeDtypeStruct((k // 128, n), jnp.float32), None, f"{kind}_group")
+    x = jax.ShapeDtypeStruct((16, k), jnp.bfloat16)
+    done = deviceless.compile(
+        lambda x, w: quant_matmul(x, w, out_dtype=jnp.float32, target=target),
+        *(x, w),
+        card=card,
+        dump_ptx=True,
+        kernel="quant_matmul",
+    )
+    assert len(done.kernels) == 1 and "mma" in done.ptx and done.memory.temp_size_in_bytes < k * n // 4
+    assert not deviceless.PTXAS or done.spill_bytes == 0
+
+
 def quantized(form: str, w: np.ndarray) -> QuantWeight:
     kind, group, symmetric = FORMATS[form]
     if kind == "int4":

@@ -42,7 +42,7 @@ def test_weight_bytes(kind):
 
 
 @deviceless.skip
-@pytest.mark.parametrize("tokens", [64, 1024])
+@pytest.mark.parametrize("tokens", [64, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_step_makes_a_weight_wide(kind, tokens, tmp_path):
     """Nothing of an optimized program has as many numbers as a matrix of a layer, but the packed matrix itself."""

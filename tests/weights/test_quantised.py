@@ -52,7 +52,14 @@ def test_floats_are_those_of_the_layout(name, tmp_path):
         np.testing.assert_allclose(got[leaf], want[leaf], rtol=2e-6, atol=1e-7, err_msg=leaf)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# one of every form that products have
+SOME = ("gptq-4-g128-sym", "gptq-8-g64-sym", "awq-g64", "fp8-dynamic-channel", "fp8-block", "ct-w8a8", "gptq-4-all-v2")
+PACKED = [
+    pytest.param(name, marks=[] if name in SOME or name in NEVER_PACKED else [pytest.mark.slow]) for name in LAYOUTS
+]
+
+
+@pytest.mark.parametrize("name", PACKED)
 def test_logits_of_packed_weights(name, tmp_path):
     path, plain = quantised.write(tmp_path, name)
     params, spec = loaded(path, quantized_weights="packed")
