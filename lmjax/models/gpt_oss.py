@@ -1,4 +1,4 @@
-"""GPT-OSS, unquantised: experts with biases and a clamped product, attention sinks, every other layer slides."""
+"""GPT-OSS: experts with biases and a clamped product, attention sinks, every other layer slides."""
 
 from __future__ import annotations
 

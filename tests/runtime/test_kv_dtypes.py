@@ -12,11 +12,13 @@ import pytest
 
 from lmjax.functional.dense import dense_attention
 from lmjax.models import decoder
+from lmjax.models.layer import Heads
 from lmjax.models.registry import spec_from_hf
 from lmjax.nn.env import Env, Forms
 from lmjax.nn.moe import moe_mlp
 from lmjax.runtime.memory import NARROW_POOL, WIDE_POOL, plan_kv, pool_bytes
 from lmjax.types import KVSpec
+from pallas_kernels.heads import apply_rope, rms_norm
 from tests import tiny
 from tests.fakes import run_requests
 from tests.models.driver import Driver, params_from
@@ -35,25 +37,27 @@ def rounded(x, kind):
     return (np.rint(steps) if kind == "int8" else steps.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)) * scale
 
 
-def attend_over_rounded(kind, qkv, p, a, pool, step, index, eps, env):
-    """Dense attention of one sequence whose rotated keys, and values, numpy has rounded."""
-    cos, sin = step.rope
-    from pallas_kernels.heads import apply_rope
-
-    keys = apply_rope(qkv[:, -2], cos, sin)
+def attend_over_rounded(kind, qkv, heads, a, pool, step, index, env):
+    """Dense attention of one sequence whose normed and rotated keys, and values, numpy has rounded."""
+    q, keys = qkv[:, :-2], qkv[:, -2]
+    if heads.q_norm is not None:
+        norm = a.qk_norm
+        q, keys = (rms_norm(x, w, norm.eps, norm.plus_one) for x, w in ((q, heads.q_norm), (keys, heads.k_norm)))
+    if a.rope is not None:
+        q, keys = (apply_rope(x, *step.ropes[a.rope]) for x in (q, keys))
     shape = jax.ShapeDtypeStruct(keys.shape, jnp.float32)
     k, v = (
         jax.pure_callback(lambda x: rounded(x.swapaxes(1, 2), kind).swapaxes(1, 2).copy(), shape, x)
         for x in (keys, qkv[:, -1])
     )
-    q = apply_rope(qkv[:, :-2], cos, sin)
     whole = jnp.concatenate([q, k[:, None], v[:, None]], axis=1)
-    none = jnp.ones_like(cos), jnp.zeros_like(sin)  # everything is turned already
-    return dense_attention(whole, *none, None, None, 1, a, eps), pool
+    return dense_attention(whole, Heads(sinks=heads.sinks), None, 1, a, env), pool
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama_tied_gqa3", "mistral_window"])
+("kind", KINDS)
+
+
+@pytest.mark.parametrize("name", ["llama_tied_gqa3", "mistral_window", "gemma3", "gpt_oss", "bloom"])
 def test_logits(kind, name):
     case = tiny.CASES[name]
     spec = spec_from_hf(case.config, case.max_model_len)
