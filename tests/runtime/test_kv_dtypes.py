@@ -54,9 +54,7 @@ def attend_over_rounded(kind, qkv, heads, a, pool, step, index, env):
     return dense_attention(whole, Heads(sinks=heads.sinks), None, 1, a, env), pool
 
 
-("kind", KINDS)
-
-
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama_tied_gqa3", "mistral_window", "gemma3", "gpt_oss", "bloom"])
 def test_logits(kind, name):
     case = tiny.CASES[name]
