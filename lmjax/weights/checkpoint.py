@@ -59,7 +59,9 @@ def quantized(
     checkpoint: Checkpoint, source: ModelSource, spec: DecoderSpec, load_format: str, quantization: str | None
 ) -> Checkpoint:
     """The checkpoint with its quantised weights as codes."""
-    infos, stored = checkpoint.infos, stored_layout(source) if load_format != "dummy" else None
+    infos, stored = checkpoint.infos, None
+    if load_format != "dummy":
+        stored = quant_gguf.layout(infos) if source.kind == "gguf" else stored_layout(source)
     if quantization is not None:
         if stored is not None and source.kind == "hf":
             raise WeightError("--quantization", f"got {quantization}, but the checkpoint is quantised ({stored.name})")
