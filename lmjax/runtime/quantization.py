@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.models.names import gguf_names, hf_names
 from lmjax.models.params import ParamSpec, named_leaves, param_specs
@@ -16,6 +18,7 @@ from lmjax.weights.checkpoint import stored_layout
 from lmjax.weights.packing import chosen, fitted, is_matrix, packed, packings
 from lmjax.weights.quant import Layout
 from lmjax.weights.quant_load import KINDS, AtLoad
+from lmjax.weights.safetensors import Range, TensorInfo
 from lmjax.weights.source import ModelSource
 from pallas_kernels.platform import Target
 
@@ -26,14 +29,15 @@ def packed_spec(
     spec: DecoderSpec, config: EngineConfig, source: ModelSource, platform: str, target: Target, degree: Degree
 ) -> DecoderSpec:
     """The model's own spec (not spread) with the packing of its matrices. Raises ``ConfigError``."""
-    kind, layout = config.quantization, _stored(source)
+    kind = config.quantization
+    keep = {"auto": platform == "gpu", "packed": True, "dequantized": False}[config.quantized_weights]
+    layout = _stored(source) if keep or source.kind == "hf" else None  # a .gguf file's header takes a while
     if kind is not None:
         if layout is not None and source.kind == "hf":
             raise ConfigError(f"--quantization: got {kind}, but the checkpoint is quantised already ({layout.name})")
         _check_at_load(spec, kind, degree)
         if source.kind == "arrays":
             raise ConfigError(f"--quantization: got {kind}, but params are taken as they are; quantised are files")
-    keep = {"auto": platform == "gpu", "packed": True, "dequantized": False}[config.quantized_weights]
     if not keep or source.kind == "arrays" or (kind is None and (layout is None or config.load_format == "dummy")):
         return spec
     no_fp8 = target.platform == "cuda" and not target.has_fp8
@@ -41,7 +45,7 @@ def packed_spec(
         raise ConfigError("--quantization: fp8 needs compute capability 8.9 or above; take int8 or int4 on this card")
     names = gguf_names(spec) if source.kind == "gguf" else hf_names(spec)
     if kind is not None:
-        layout = AtLoad(kind, chosen(names), lambda info, rows: (_ for _ in ()).throw(AssertionError))
+        layout = AtLoad(kind, chosen(names), _nothing_is_read)
     assert layout is not None
 
     def allowed(packing: Packing) -> bool:
@@ -53,6 +57,10 @@ def packed_spec(
     if rest:
         log.info("%d quantised matrices stay packed; %d become floats", len(packings(spec)), rest)
     return spec
+
+
+def _nothing_is_read(info: TensorInfo, rows: Range | None) -> np.ndarray:
+    raise AssertionError(f"{info.name} is to be read, but only its packing was asked for")
 
 
 def _stored(source: ModelSource) -> Layout | None:

@@ -74,7 +74,9 @@ def quantized(
     checkpoint: Checkpoint, source: ModelSource, spec: DecoderSpec, load_format: str, quantization: str | None
 ) -> Checkpoint:
     """The checkpoint with its quantised weights as codes."""
-    infos, stored = checkpoint.infos, stored_layout(source) if load_format != "dummy" else None
+    infos, stored = checkpoint.infos, None
+    if load_format != "dummy":
+        stored = quant_gguf.layout(infos) if source.kind == "gguf" else stored_layout(source)
     if family_layout(spec).transposed and (quantization or stored) and source.kind == "hf":
         how = f"--quantization {quantization}" if quantization else f"a checkpoint in {stored.name if stored else ''}"
         raise WeightError(source.weights, f"{how}: not supported for {spec.model_type}, whose matrices are [in, out]")
