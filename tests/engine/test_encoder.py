@@ -12,19 +12,19 @@ from lmjax.types import ParameterError, PoolingParams
 from tests import tiny_encoders as tiny
 from tests.models.test_encoder import GOLDENS
 
+MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "include_prompt": True}
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("encoders")
-    return functools.cache(lambda name, **options: tiny.write(name, base / f"{name}{len(options)}", **options))
+    return functools.cache(lambda name, pooling=None: tiny.write(name, base / f"{name}{pooling}", pooling and MEAN))
 
 
 @pytest.fixture(scope="module")
 def llm(folders):
-    mean = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "include_prompt": True}
-    with LLM(str(folders("bert", pooling=mean)), **SIZES) as made:
+    with LLM(str(folders("bert", pooling="mean")), **SIZES) as made:
         yield made
 
 
