@@ -15,6 +15,7 @@ from lmjax.nn.packing import Packing
 from lmjax.parallel.rules import TP, rules
 from lmjax.parallel.split import Degree
 from lmjax.weights.checkpoint import stored_layout
+from lmjax.weights.errors import WeightError
 from lmjax.weights.packing import chosen, fitted, is_matrix, packed, packings
 from lmjax.weights.quant import Layout
 from lmjax.weights.quant_load import KINDS, AtLoad
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 def packed_spec(
     spec: DecoderSpec, config: EngineConfig, source: ModelSource, platform: str, target: Target, degree: Degree
 ) -> DecoderSpec:
-    """The model's own spec (not spread) with the packing of its matrices. Raises ``ConfigError``."""
+    """The model's own spec (not spread) with the packing of its matrices. Raises ``ConfigError``, and
+    ``WeightError`` where config.json is at fault."""
     kind = config.quantization
     keep = {"auto": platform == "gpu", "packed": True, "dequantized": False}[config.quantized_weights]
     layout = _stored(source) if keep or source.kind == "hf" else None  # a .gguf file's header takes a while
@@ -66,8 +68,10 @@ def _nothing_is_read(info: TensorInfo, rows: Range | None) -> np.ndarray:
 def _stored(source: ModelSource) -> Layout | None:
     try:
         return stored_layout(source)
+    except WeightError:
+        raise
     except ValueError as error:
-        raise ConfigError(f"--model: {source.path}: {error}") from error
+        raise WeightError(source.config_file, str(error)) from error
 
 
 def _shares(p: ParamSpec, degree: Degree) -> int:

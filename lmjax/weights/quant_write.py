@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from lmjax.models.names import hf_names
-from lmjax.models.params import layer_of
+from lmjax.models.names import hf_names, with_prefix
 from lmjax.models.registry import spec_from_hf
 from lmjax.weights.codes import Codes, float32, pack_words
 from lmjax.weights.errors import WeightError
 from lmjax.weights.export import INDEX, MAX_SHARD_SIZE, split_files
+from lmjax.weights.packing import is_matrix
 from lmjax.weights.quant import layout_of
 from lmjax.weights.quant_load import INT4_GROUP, quantize
 from lmjax.weights.safetensors import TensorInfo, read_directory, read_tensor
@@ -41,7 +42,8 @@ def write_quantized(
         raise WeightError(model, "is quantised already")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise WeightError(out, "must be a new or empty directory")
-    infos = read_directory(model)
+    found = with_prefix(read_directory(model), spec_from_hf(source.config, None))
+    infos = {name: replace(info, name=name) for name, info in found.items()}
     chosen = _chosen(source.config, kind, infos)
     ignored = sorted(
         name.removesuffix(".weight")
@@ -90,13 +92,15 @@ def quantization_config(kind: str, ignored: list[str]) -> dict[str, Any]:
 
 
 def _chosen(config: dict[str, Any], kind: str, infos: dict[str, TensorInfo]) -> set[str]:
-    names = hf_names(spec_from_hf(config, None))
-    chosen = {
-        part.name
-        for parameter, parts in names.items()
-        if layer_of(parameter) is not None and parameter.endswith(".weight")
+    parts = [
+        part
+        for parameter, parts in hf_names(spec_from_hf(config, None)).items()
+        if is_matrix(parameter) or (".experts." in parameter and parameter.endswith(".weight"))
         for part in parts
-    }
+    ]
+    if turned := next((part.name for part in parts if part.view.transposed), None):
+        raise WeightError(config.get("model_type", "model"), f"tensor {turned} is stored [in, out]: not supported")
+    chosen = {part.name for part in parts}
     for name in sorted(chosen):
         if name not in infos:
             raise WeightError(config.get("model_type", "model"), f"tensor {name} is missing")

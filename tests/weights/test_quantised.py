@@ -158,7 +158,7 @@ REFUSED = [
 def test_unknown_methods_and_fields(config, message, tmp_path):
     path, _ = quantised.write(tmp_path, "fp8-static")
     (path / "config.json").write_text(json.dumps(quantised.CONFIG | {"quantization_config": config}))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(WeightError, match=message):
         loaded(path)
 
 
