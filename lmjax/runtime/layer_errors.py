@@ -160,21 +160,20 @@ def _batches(side: Side, token_ids: np.ndarray) -> list[Batch]:
         ids, positions = np.zeros(width, np.int32), np.zeros(width, np.int32)
         ids[:count] = token_ids[start : start + count]
         positions[:count] = np.arange(start, start + count)
-        batches.append(
-            Batch(
-                token_ids=ids,
-                positions=positions,
-                token_rows=np.zeros(width, np.int32),
-                block_tables=table,
-                query_starts=np.zeros(1, np.int32),
-                query_lens=np.full(1, count, np.int32),
-                context_lens=np.full(1, start + count, np.int32),
-                logit_tokens=np.full(1, count - 1, np.int32),
-                num_decode=np.int32(decode),
-                num_rows=np.int32(1),
-                num_tokens=np.int32(count),
-            )
-        )
+        fields: dict[str, Any] = {
+            "token_ids": ids,
+            "positions": positions,
+            "token_rows": np.zeros(width, np.int32),
+            "block_tables": table,
+            "query_starts": np.zeros(1, np.int32),
+            "query_lens": np.full(1, count, np.int32),
+            "context_lens": np.full(1, start + count, np.int32),
+            "logit_tokens": np.full(1, count - 1, np.int32),
+            "num_decode": np.int32(decode),
+            "num_rows": np.int32(1),
+            "num_tokens": np.int32(count),
+        }
+        batches.append(Batch(**fields))
         start += count
     assert start == len(token_ids), (side.steps, len(token_ids))
     return [jax.tree.map(partial(jax.device_put, device=side.device), batch) for batch in batches]
