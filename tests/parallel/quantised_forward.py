@@ -1,5 +1,5 @@
 """Runs on 8 CPU devices: packed weights from files on a mesh give one device's logits. Cases: ``layout:tp:kv dtype``,
-with ``int8``, ``fp8`` and ``int4`` for what is quantised while loading."""
+with ``int8``, ``fp8`` and ``int4`` for what is quantised while loading, of a tiny Llama or ``family/``."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from lmjax.runtime.resolve import resolve
 from lmjax.weights.packing import packings
 from lmjax.weights.source import resolve_model
 from pallas_kernels.platform import CPU
+from tests import tiny
 from tests.models.driver import Driver
 from tests.parallel.sharded_forward import ShardedDriver, work
 from tests.weights import quantised
 
 
 def worst_error(layout: str, tp: int, kv_dtype: str) -> float:
-    at_load = layout if layout in QUANTIZATIONS else None
-    paths = quantised.write(Path(tempfile.mkdtemp()), "fp8-static" if at_load else layout)
-    config = EngineConfig(
-        model=str(paths[1 if at_load else 0]), quantization=at_load, quantized_weights="packed", dtype="float32"
-    ).validate()
+    family, _, kind = layout.rpartition("/")
+    at_load, folder = kind if kind in QUANTIZATIONS else None, Path(tempfile.mkdtemp())
+    if family:
+        path = tiny.write(family, folder)
+    else:
+        path = quantised.write(folder, "fp8-static" if at_load else kind)[1 if at_load else 0]
+    config = EngineConfig(model=str(path), quantization=at_load, quantized_weights="packed", dtype="float32").validate()
     source = resolve_model(config.model)
     placement = Placement(make_mesh(jax.devices()[:tp]))
     one = resolve(config, source, "cpu")
     many = resolve(config, source, "cpu", placement.env(CPU), placement)
-    assert len(packings(one.spec)) == len(packings(many.spec)) == 8
+    assert len(packings(one.spec)) == len(packings(many.spec)) == 4 * len(one.spec.layers)
     alone = Driver(read_weights(one, source, "auto"), one.spec, dtype=kv_dtype)
     together = ShardedDriver(read_weights(many, source, "auto"), many.spec, placement, dtype=kv_dtype)
     worst = 0.0

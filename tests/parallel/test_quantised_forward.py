@@ -12,6 +12,11 @@ CASES = ["int8:2:float32", "gptq-4-g128-sym:2:int8"]
 MORE = [
     *("int4:4:float32", "fp8:4:float32", "awq-g64:4:float32", "fp8-block:2:float32", "gptq-8-all-sym:2:float32"),
     *("ct-w4a16-channel:2:float32", "ct-w4a16-g32-asym:4:float8_e4m3fn"),
+    *(
+        "phi3/int8:2:float32",
+        "falcon_new/int8:2:float32",
+        "gptj/int8:2:float32",
+    ),  # fused; a KV head each; halves in turn
 ]
 
 
