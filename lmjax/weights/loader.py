@@ -88,7 +88,8 @@ def load_params(
         name: sum(_stored_bytes(sizes, p) for share in shares for p in share.pieces) for name, shares in wanted.items()
     }
     total, done = sum(amount.values()), 0
-    device = jax.config.jax_default_device  # of this thread's context, which the reading threads do not have
+    settings: Any = jax.config
+    device = settings.jax_default_device  # of this thread's context, which the reading threads do not have
 
     def placed(leaf: Any, shares: list[_Share], arrays: list[np.ndarray]) -> jax.Array:
         if spread is None:

@@ -16,7 +16,7 @@ MORE = [
         "phi3/int8:2:float32",
         "falcon_new/int8:2:float32",
         "gptj/int8:2:float32",
-    ),  # fused; a KV head each; halves in turn
+    ),  # fused; by KV head; interleaved
 ]
 
 
