@@ -38,6 +38,7 @@ def _for_operators(handler: Handler) -> Handler:
 
 @_for_operators
 async def get_weights(request: web.Request) -> web.Response:
+    _check_query(request.query, set())
     return json_response({"version": request.app[STATE].engine().weight_version})
 
 
@@ -45,6 +46,7 @@ async def get_weights(request: web.Request) -> web.Response:
 async def load_weights(request: web.Request) -> web.Response:
     """Answers when the next step runs with them. A client that goes meanwhile does not stop it."""
     client = request.app[STATE].engine()
+    _check_query(request.query, set())
     asked = decode(await read_body(request), WEIGHTS, WeightsRequest)
     if not asked.path:
         raise bad_request("path", "is missing; it is a directory or a .gguf file that the server can read")
@@ -58,7 +60,7 @@ async def load_weights(request: web.Request) -> web.Response:
 @_for_operators
 async def sleep(request: web.Request) -> web.Response:
     client = request.app[STATE].engine()
-    given = _only(request.query, {"level"}).get("level", "1")
+    given = (await _query(request, {"level"})).get("level", "1")
     if given not in ("1", "2"):
         raise bad_request("level", f"got {given[:20]!r}, must be 1 (frees the KV pool) or 2 (the weights, too)")
     await client.sleep(int(given))
@@ -68,22 +70,31 @@ async def sleep(request: web.Request) -> web.Response:
 @_for_operators
 async def wake_up(request: web.Request) -> web.Response:
     client = request.app[STATE].engine()
-    _only(request.query, set())
+    await _query(request, set())
     await client.wake_up()
     return json_response({"is_sleeping": False})
 
 
 @_for_operators
 async def is_sleeping(request: web.Request) -> web.Response:
+    _check_query(request.query, set())
     return json_response({"is_sleeping": request.app[STATE].engine().sleep_level > 0})
 
 
-def _only(query: Mapping[str, str], known: set[str]) -> Mapping[str, str]:
+async def _query(request: web.Request, known: set[str]) -> Mapping[str, str]:
+    """Of a route that takes no body, whose content would otherwise be ignored."""
+    if (await request.read()).strip() not in (b"", b"{}"):
+        instead = f"parameters of the query: {', '.join(known)}" if known else "nothing"
+        raise bad_request("body", f"has content, but this route takes {instead}")
+    _check_query(request.query, known)
+    return request.query
+
+
+def _check_query(query: Mapping[str, str], known: set[str]) -> None:
     for name in query:
         if name not in known:
             why = _TAGS if name == "tags" else "unknown parameter"
             raise bad_request(name[:100], why, code="unsupported" if name == "tags" else "unknown_field")
-    return query
 
 
 ROUTES = (

@@ -15,6 +15,7 @@ import numpy as np
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front, check_first_rank, load_front
+from lmjax.engine.live import check_kv_cache, check_version
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.process import EngineProcess, one_line
 from lmjax.engine.records import (
@@ -157,6 +158,8 @@ class AsyncEngine:
 
     async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
         """See ``EngineClient.load_weights``. Orders are carried out one after the other."""
+        check_version(version)  # what cannot be sent
+        check_kv_cache(kv_cache)
         await self._order(lambda id: LoadWeights(id, path, version, kv_cache))
 
     async def sleep(self, level: int = 1) -> None:

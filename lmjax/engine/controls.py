@@ -9,11 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmjax.engine.live import Version, check_kv_cache, check_level, raise_failure
-from lmjax.types import EngineDeadError
+from lmjax.types import EngineDeadError, ParameterError
 
 if TYPE_CHECKING:
     from lmjax.engine.engine import Engine
@@ -42,6 +43,8 @@ class LiveControls:
     _lock: threading.RLock
     _calls: deque[_Call]
     _dead: str | None
+    _context: Callable[[], AbstractContextManager[None]]  # for what this thread does on the device
+    _put_to_sleep_by: int  # the thread that did it
     _fail: Callable[[Exception], None]
 
     @property
@@ -77,7 +80,7 @@ class LiveControls:
         device, which the log tells with the time it took. ``version``: of the new weights, given with each of their
         tokens (``CompletionOutput.weight_versions``); None: the number after the present one. ``kv_cache``: "keep" what
         running requests have computed with the old weights (new requests never find it), or "recompute" it.
-        Raises ``ParameterError`` that names the leaf or the argument; then nothing has changed.
+        Raises ``ValueError``, with the name of the leaf or the argument; then nothing has changed.
         """
         params = self._adapted(params)
         return self._between_steps(lambda: self._engine.live.set_params(params, version, kv_cache))
@@ -97,11 +100,14 @@ class LiveControls:
         such as ``params`` of before, are not freed."""
         check_level(level)
         self._between_steps(lambda: self._engine.live.sleep(level))
+        self._put_to_sleep_by = threading.get_ident()
 
     def wake_up(self, params: Any = None, version: Version | None = None) -> None:
         """Takes the memory again; nothing is compiled. ``params``, ``version``: as for ``set_params``. After level 2
         without them the weights are read again from the files that they came from, as the version that they were."""
         live, executor = self._engine.live, self._engine.executor
+        if params is None and version is not None:
+            raise ParameterError("version", "is given without params, whose it would be")
         if params is not None:
             params = self._adapted(params)
         elif live.level == 2 and not executor.has_params:
@@ -113,8 +119,9 @@ class LiveControls:
 
     def _adapted(self, tree: Any) -> Any:
         executor: Any = self._engine.executor
-        found = executor.adapt(tree)
-        executor.check_params(found.params)
+        with self._context():
+            found = executor.adapt(tree)
+            executor.check_params(found.params)
         if found.converted:
             log.info(
                 "weights: %d arrays converted in %.3f s, %d as they are", found.converted, found.seconds, found.kept
@@ -150,7 +157,8 @@ class LiveControls:
             try:
                 if self._dead is not None:
                     raise EngineDeadError(self._dead)
-                call.result = call.work()
+                with self._context():
+                    call.result = call.work()
             except (ValueError, OSError, EngineDeadError) as error:  # the caller's fault: nothing has changed
                 call.error = error
             except Exception as error:

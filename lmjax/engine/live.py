@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from lmjax.engine.records import ControlReply, LoadWeights, Sleep, WakeUp
@@ -30,11 +31,11 @@ Order = LoadWeights | Sleep | WakeUp
 
 def check_version(version: Any) -> None:
     """None is the next one. Raises ``ParameterError``."""
-    fine = isinstance(version, int) and not isinstance(version, bool) and abs(version) < 2**63
+    fine = isinstance(version, Integral) and not isinstance(version, bool) and abs(int(version)) < 2**63
     fine |= isinstance(version, str) and 0 < len(version) <= MAX_VERSION_CHARS
     if version is not None and not fine:
         raise ParameterError(
-            "version", f"got {version!r:.300}, must be an integer or a text of at most {MAX_VERSION_CHARS} characters"
+            "version", f"got {version!r:.300}, must be an integer or a text of 1 to {MAX_VERSION_CHARS} characters"
         )
 
 
@@ -44,7 +45,7 @@ def check_kv_cache(policy: Any) -> None:
 
 
 def check_level(level: Any) -> None:
-    if level not in LEVELS or isinstance(level, bool):
+    if level not in LEVELS or not isinstance(level, int) or isinstance(level, bool):
         raise ParameterError("level", f"got {level!r}, must be 1 (the KV pool is freed) or 2 (weights, too)")
 
 
@@ -77,7 +78,7 @@ class Live:
         """Raises ``ParameterError`` where nothing follows by itself."""
         check_version(given)
         if given is not None:
-            return given
+            return given if isinstance(given, str) else int(given)
         if isinstance(self.version, str):
             raise ParameterError("version", f"is missing; no number follows the present one, {self.version!r}")
         return self.version + 1
@@ -107,6 +108,8 @@ class Live:
     def wake(self, params: Any = None, version: Version | None = None) -> None:
         """params: as for ``set_params``; None: those that are there."""
         if not self.level:
+            if params is not None:
+                raise ParameterError("params", "are for an engine that sleeps; this one is awake: set_params() does it")
             return
         if params is not None:
             self.set_params(params, version, "recompute")

@@ -33,6 +33,8 @@ from lmjax.weights.given import NOTHING, Given, from_memory
 
 log = logging.getLogger("lmjax.engine")
 
+_ASLEEP = "the engine sleeps: call wake_up() first"
+_NO_WEIGHTS = "params: the engine's arrays were deleted, or donated to a program: give it others with set_params()"
 _STUCK = 0.001  # seconds to wait when no step could be made
 
 Prompt = str | Sequence[int]
@@ -85,8 +87,10 @@ class LLM(LiveControls):
         self._engine, info = build_engine(self._config, say, executor, publish, given)
         self.info = front.complete(info)
         self._outputs = OutputProcessor(self.tokenizer, self.info.eos_token_ids)
+        self._context = getattr(self._engine.executor, "context", contextlib.nullcontext)
         self._lock = threading.RLock()
         self._dead: str | None = None
+        self._put_to_sleep_by = 0
         self._calls = deque()
 
     def __enter__(self) -> LLM:
@@ -242,6 +246,8 @@ class LLM(LiveControls):
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         executor: Any = self._engine.executor
+        if not executor.has_params:
+            raise RuntimeError("the weights were freed (sleep level 2): call wake_up() first")
         with self._lock:
             params, model = executor.params, executor.model_info
             save_pretrained(params, model.config, directory, model.generation_config, max_shard_size)
@@ -312,6 +318,7 @@ class LLM(LiveControls):
                 requests[state.handle] = (index, state)
             while requests:
                 if not ready:
+                    self._check_awake()
                     self._turn()
                 while ready:
                     state = ready.pop()
@@ -333,7 +340,7 @@ class LLM(LiveControls):
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         if self.is_sleeping:
-            raise RuntimeError("the engine sleeps: call wake_up() first")  # else this thread might wait for ever
+            raise RuntimeError(_ASLEEP)  # else this thread might wait for ever
         now = time.monotonic()
         with interrupts_deferred(), self._lock:
             state = self._outputs.open(uuid.uuid4().hex, checked.prompt, checked.params, now, checked.sink)
@@ -361,8 +368,10 @@ class LLM(LiveControls):
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
             self._run_calls()
+            if self._has_lost_params():
+                raise RuntimeError(_NO_WEIGHTS)
             try:
-                if not self._engine.step():
+                if not self._step():
                     time.sleep(_STUCK)
             except Exception as error:
                 self._fail(error)
@@ -375,6 +384,19 @@ class LLM(LiveControls):
                 if aborts:
                     self._engine.handle(AbortRequest(aborts))
 
+    def _step(self) -> bool:
+        with self._context():
+            return self._engine.step()
+
+    def _check_awake(self) -> None:
+        """Another thread may wake the engine, this one cannot while it waits."""
+        if self.is_sleeping and self._put_to_sleep_by == threading.get_ident():
+            raise RuntimeError(f"{_ASLEEP}; answers were still to come when this thread put it to sleep")
+
+    def _has_lost_params(self) -> bool:
+        executor: Any = self._engine.executor
+        return executor.has_lost_params()
+
     def _fail(self, error: Exception) -> None:
         self._dead = f"the engine's loop failed: {type(error).__name__}: {error}"
         self._outputs.fail_all(self._dead)
@@ -386,7 +408,7 @@ class LLM(LiveControls):
             handles = [handle for state in states for handle in self._outputs.close(state)]
             self._engine.handle(AbortRequest(handles))
         for _ in range(2):  # what is in flight comes back, then its blocks are free
-            if self._engine.busy:
+            if self._engine.busy and not self._has_lost_params():
                 self._turn()
 
 

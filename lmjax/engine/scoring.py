@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -65,17 +66,21 @@ def score_requests(
 
     Raises ``ParameterError``.
     """
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or not 0 <= top_k <= info.max_logprobs:
+    if not isinstance(entropy, bool):
+        raise ParameterError("entropy", f"got {entropy!r}, must be True or False")
+    if not isinstance(top_k, Integral) or isinstance(top_k, bool) or not 0 <= top_k <= info.max_logprobs:
         raise ParameterError(
             "top_k", f"got {top_k!r}, must be an integer from 0 to {info.max_logprobs} (--max-logprobs)"
         )
-    how = _how_to_score(params, info)
+    how, top_k = _how_to_score(params, info), int(top_k)
     return [_request(ids, top_k, entropy, how, info) for ids in sequences]
 
 
 def _how_to_score(params: SamplingParams | None, info: EngineInfo) -> dict[str, Any]:
     if params is None:
         return {"temperature": 1.0}
+    if not isinstance(params, SamplingParams):
+        raise ParameterError("sampling_params", f"got a {type(params).__name__}, must be SamplingParams")
     if info.logprobs_mode == "raw_logprobs":
         raise ParameterError(
             "sampling_params", "--logprobs-mode is raw_logprobs: they know no temperature and no filters"

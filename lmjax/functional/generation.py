@@ -115,8 +115,8 @@ def generate(
     check_params(params, spec)
     tokens, env = check_tokens(tokens), env_or_default(env)
     rows, width = tokens.shape
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}, must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}, must be an integer of at least 1")
     if width + max_new_tokens > spec.max_len:
         raise ValueError(
             f"max_new_tokens: got {max_new_tokens}, which after {width} prompt tokens is more than the model's length "

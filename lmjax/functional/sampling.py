@@ -37,6 +37,7 @@ def seeds(values: Sequence[int]) -> jax.Array:
 
 def row_seeds(key: jax.Array, rows: int) -> jax.Array:
     """A JAX random key (typed, or raw uint32 [2]) -> a seed for each row, uint32 [rows, 2]; seeds stay as they are."""
+    key = jnp.asarray(key) if not hasattr(key, "dtype") else key
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.shape:
             raise ValueError(f"key: got keys {list(key.shape)}, must be one key, or seeds uint32 [B, 2]")

@@ -39,7 +39,7 @@ from lmjax.runtime.plan_costs import weights_of
 from lmjax.runtime.platform import (
     configure_jax,
     describe_platform,
-    no_context_mesh,
+    own_context,
     use_compilation_cache,
     writing_to_own_cache,
 )
@@ -57,6 +57,7 @@ from lmjax.runtime.ranks import (
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
 from lmjax.weights.given import NOTHING, Given
 from lmjax.weights.source import ModelSource, resolve_model
+from lmjax.weights.trees import check_names
 from pallas_kernels.platform import Target, device_target
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def build_executor(
     devices of the caller. Raises ``ConfigError`` for settings that don't fit the model or the machine and
     ``WeightError`` for a model that cannot be read.
     """
-    with no_context_mesh():
+    with own_context():
         made = _prepare(config, progress or (lambda message: None), target, given)
     resolved, plan = made.resolved, made.plan
     spec, kv_specs, buckets = resolved.spec, resolved.kv_specs, resolved.buckets(plan.max_model_len)
@@ -158,6 +159,7 @@ def _prepare(config: EngineConfig, tell: Progress, target: Target | None, given:
         check_equal(ranks, rank_facts(resolved))
     if given.source:
         assert adapter is not None
+        check_names(given.params, given.names)
         weights = adapter.missing_bytes(given.params)
     else:
         weights = weights_of(spec, dtype, resolved.degree).bytes

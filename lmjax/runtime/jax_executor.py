@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
 from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
 from lmjax.runtime.live import Loading, check_layout
+from lmjax.runtime.platform import own_context
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import pack_copies, pack_slot, pack_swaps
 from lmjax.sampling.params import needs_slot_state
@@ -141,6 +143,15 @@ class JaxExecutor:
         return result
 
     # weights and sleep
+
+    def context(self) -> AbstractContextManager[None]:
+        """In which a caller's own thread makes steps."""
+        return own_context()
+
+    def has_lost_params(self) -> bool:
+        """Whether whoever shares the arrays has deleted or donated them."""
+        params = self._device.params
+        return params is not None and params.norm.is_deleted()  # one tells: a tree is donated whole
 
     @property
     def params(self) -> Any:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+import numpy as np
+from jax.sharding import Mesh
 
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.runtime import gpu_settings
@@ -60,8 +61,15 @@ def _let_cpus_wait() -> None:
 
 def no_context_mesh() -> AbstractContextManager[Any]:
     """Without the mesh that a caller may have set (``jax.set_mesh``): ours are named in every sharding, and what is
-    traced under another whose axes are ``Explicit`` would be refused."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    traced under another whose axes are ``Explicit``, or called with arrays of other devices, would be refused."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+@contextlib.contextmanager
+def own_context() -> Iterator[None]:
+    """JAX's settings of this thread as a step needs them, whatever a caller has set around it (15 us)."""
+    with no_context_mesh(), jax.transfer_guard("allow"), jax.disable_jit(False):
+        yield
 
 
 def use_compilation_cache(config: EngineConfig) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from lmjax.config import ConfigError
 from lmjax.models.names import harmless, hf_names
 from lmjax.models.params import DecoderParams, named_leaves
 from lmjax.models.spec import DecoderSpec
@@ -87,6 +88,19 @@ def read_tree(tree: Any, spec: DecoderSpec, names: Names | None = None) -> Decod
 
     check_tensors({name: shape(name, leaf) for name, leaf in found.items()}, spec, describe)
     return found
+
+
+def check_names(tree: Any, names: Any) -> None:
+    """Raises ``ConfigError`` for names of paths that ``tree`` does not have: they would be ignored."""
+    if names is None or callable(names):
+        return
+    if not isinstance(names, Mapping):
+        raise ConfigError(f"names: got {names!r:.100}, must be a dict or a function")
+    paths = set() if isinstance(tree, DecoderParams) else {path for path, _ in _leaves(_mapping(tree))}
+    unknown = [path for path in names if path not in paths]
+    if unknown:
+        some = f"there are {', '.join(sorted(paths)[:3])}, ..." if paths else "the engine's own tree needs no names"
+        raise ConfigError(f"names: {unknown[0]!r} is no path in params; {some}")
 
 
 def _mapping(tree: Any) -> Mapping[Any, Any]:

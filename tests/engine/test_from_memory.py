@@ -109,6 +109,8 @@ REFUSED = [
     ({"nnodes": 2, "node_rank": 0, "master_addr": "x", "tensor_parallel_size": 2}, "--nnodes: got 2"),
     ({"mesh": "data"}, "mesh: got 'data', must be a jax.sharding.Mesh"),
     ({"hf_overrides": {"hidden_act": "mish"}}, "config: hidden_act: got 'mish'"),
+    ({"names": {"nothing.there": "lm_head.weight"}}, "names: 'nothing.there' is no path in params; there are "),
+    ({"names": 5}, "names: got 5, must be a dict or a function"),
 ]
 
 

@@ -209,3 +209,50 @@ def test_waking_with_other_weights(llm, fresh, other):
     llm.sleep(2)
     llm.wake_up()  # now there is a file
     assert llm.weight_version == 2 and tokens(llm) == expected and llm.stats().compiles == 0
+
+
+def test_waking_is_only_for_who_sleeps(llm, fresh):
+    with pytest.raises(ParameterError, match=r"params: are for an engine that sleeps; .* set_params\(\) does it"):
+        llm.wake_up(fresh.params, version="new")
+    llm.sleep(1)
+    with pytest.raises(ParameterError, match="version: is given without params"):
+        llm.wake_up(version="new")
+    llm.sleep(2)
+    with pytest.raises(RuntimeError, match=r"the weights were freed \(sleep level 2\)"):
+        llm.save_pretrained("nowhere")
+
+
+def test_a_thread_that_waits_for_its_own_waking_is_told(llm):
+    answers = llm.as_completed(PROMPTS, [dataclasses.replace(GREEDY, max_tokens=4 + 20 * i) for i in range(5)])
+    next(answers)
+    llm.sleep(1)
+    with pytest.raises(RuntimeError, match=r"the engine sleeps: .*this thread put it to sleep"):
+        next(answers)
+    llm.wake_up()
+    assert len(tokens(llm)) == 5
+
+
+def test_weights_that_were_donated_are_told_by_name(llm, fresh):
+    expected = tokens(fresh)
+    answers = llm.as_completed(PROMPTS, [dataclasses.replace(GREEDY, max_tokens=4 + 20 * i) for i in range(5)])
+    next(answers)
+    for leaf in jax.tree.leaves(llm.params):
+        leaf.delete()
+    for run in (lambda: next(answers), lambda: tokens(llm)):
+        with pytest.raises(RuntimeError, match=r"^params: the engine's arrays were deleted, or donated"):
+            run()
+    llm.set_params(jax.tree.map(jnp.array, fresh.params))
+    assert tokens(llm) == expected
+
+
+def test_what_a_caller_has_set_around_it_does_not_matter(llm, fresh):
+    before = tokens(llm)
+    tensors = {name: np.asarray(x) for name, x in to_hf(fresh.params, llm.functional["spec"]).items()}
+    for context in (jax.transfer_guard("disallow"), jax.disable_jit()):
+        with context:
+            assert tokens(llm) == before
+            llm.sleep(1)
+            llm.wake_up()
+    with jax.transfer_guard("disallow"):
+        llm.set_params(tensors)
+    assert tokens(llm) == tokens(fresh) and llm.stats().compiles == 0

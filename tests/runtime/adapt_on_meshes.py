@@ -115,6 +115,9 @@ def engines(wanted: list[str]) -> None:
             again = llm._engine.executor.adapt(params)
             assert again.converted == 0 and pointers(again.params) == pointers(params)
             assert llm._engine.executor.stats()["compiles_total"] == 0
+            with jax.set_mesh(Mesh(grid.reshape(8), ("trainer",))):  # of more devices than the engine has
+                llm.set_params(dict(tensors))
+                answers[f"{case} in a mesh"] = llm.generate([[5, 6, 7], [9]], GREEDY, use_tqdm=False)
     tokens = {case: [out.outputs[0].token_ids for out in found] for case, found in answers.items()}
     assert all(found == tokens["none"] for found in tokens.values()), tokens
     print("engines equal", flush=True)

@@ -104,6 +104,12 @@ async def test_sleep_and_wake() -> None:
         for path in ("/sleep?level=3", "/sleep?level=", "/sleep?mode=abort", "/wake_up?tags=weights"):
             status, reply = await ask(server, "POST", path)
             assert status == 400 and reply["error"]["param"] in path, path
+        for path, body in (("/sleep", {"level": 2}), ("/wake_up", {"path": "/a"})):
+            status, reply = await ask(server, "POST", path, body)
+            assert status == 400 and reply["error"]["param"] == "body", path
+        for method, path in (("GET", "/is_sleeping?x=1"), ("GET", "/v1/weights?x=1"), ("POST", "/v1/weights?x=1")):
+            status, reply = await ask(server, method, path)
+            assert status == 400 and reply["error"]["param"] == "x", path
 
 
 @run_async
