@@ -211,14 +211,8 @@ def layout_of(params: DecoderParams, spec: DecoderSpec) -> DecoderSpec:
     ``WeightError`` names the first parameter that is missing, has no place or the wrong shape.
     """
     leaves = {name: tuple(x.shape) for name, x in named_leaves(params).items()}
-<<<<<<< HEAD
     embed, first = leaves.get("embed", ()), leaves.get("layers.0.attn.qkv.weight", ())
     stages = first[0] if len(first) == 5 else 1
-=======
-    norm, embed = leaves.get("norm", ()), leaves.get("embed", ())
-    first = leaves.get("layers.0.attn.norm", ())
-    stages = first[0] if norm and len(first) == len(norm) + 1 else 1
->>>>>>> main
     layers = []
     for i, layer in enumerate(spec.layers[: -(-len(spec.layers) // stages)]):
         a, qkv = layer.attention, leaves.get(f"layers.{i}.attn.qkv.weight", ())
