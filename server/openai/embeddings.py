@@ -50,7 +50,8 @@ async def embeddings(request: web.Request) -> web.Response:
 
 def to_floats(values: bytes) -> list[float]:
     """values: float32, little-endian, as every platform of JAX has them."""
-    return memoryview(values).cast("f").tolist()
+    floats: list[Any] = memoryview(values).cast("f").tolist()
+    return floats
 
 
 def to_base64(values: bytes) -> str:
