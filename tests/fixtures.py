@@ -47,10 +47,12 @@ def byte_alphabet() -> list[str]:
     return [chr(b) if b in plain else chr(next(others)) for b in range(256)]
 
 
-def write_tokenizer(path: Path, pieces: Sequence[bytes | None] = (), **config: Any) -> None:
-    """Byte b has id b, then the special tokens, then one id a piece (None: an id that the tokenizer lacks)."""
+def write_tokenizer(path: Path, pieces: Sequence[bytes | None] = (), num_bytes: int = 256, **config: Any) -> None:
+    """Byte b < num_bytes has id b; then special tokens, then an id a piece (None: an id that the tokenizer lacks)."""
     alphabet = byte_alphabet()
-    vocab = {char: b for b, char in enumerate(alphabet)} | {s: PAD_ID + i for i, s in enumerate(SPECIAL_TOKENS)}
+    vocab = {char: b for b, char in enumerate(alphabet[:num_bytes])} | {
+        s: PAD_ID + i for i, s in enumerate(SPECIAL_TOKENS)
+    }
     vocab |= {"".join(alphabet[b] for b in p): FIRST_PIECE + i for i, p in enumerate(pieces) if p}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
