@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lmjax import cli
+from lmjax.models import layer
 from lmjax.runtime import layer_errors
 from tests import tiny
 from tests.fixtures import make_model
@@ -118,22 +119,30 @@ def test_a_perturbed_layer_is_found(model, tmp_path, capsys, name):
 
 def test_what_is_served_is_what_is_measured(model, capsys, monkeypatch):
     """A kernel that is wrong for decode rows alone: the last four tokens come as such."""
-    paged = layer_errors.decoder.paged
+    paged = layer.paged
 
-    def wrong(qkv, p, a, pool, step, index, eps, env):
-        o, pool = paged(qkv, p, a, pool, step, index, eps, env)
+    def wrong(qkv, heads, a, pool, step, index, env):
+        o, pool = paged(qkv, heads, a, pool, step, index, env)
         return (o * 1.5, pool) if step.batch.token_ids.shape[0] == 1 else (o, pool)
 
     jax.clear_caches()
-    monkeypatch.setattr(layer_errors.decoder, "paged", wrong)
+    monkeypatch.setattr(layer, "paged", wrong)
     code, _, rows = report(capsys, model)
     monkeypatch.undo()
     jax.clear_caches()
     assert code == 1 and rows["embedding"]["relative_rms"] == 0 and rows["layer 0"]["relative_rms"] > 1e-3
 
 
+@pytest.mark.parametrize("packed", ["packed", "dequantized"])
+def test_quantised_against_float32(model, capsys, packed):
+    settings = ("--quantization", "int8", "--quantized-weights", packed, "--kv-cache-dtype", "int8")
+    code, found, rows = report(capsys, model, *settings, "--max-error", "0.2")
+    assert code == 0 and found["kv_cache_dtype"] == "int8" and rows["embedding"]["relative_rms"] == 0
+    assert rows["layer 0"]["relative_rms"] > 1e-3
+
+
 def test_nan_is_beyond_any_bound(model, capsys, monkeypatch):
-    monkeypatch.setattr(layer_errors, "_embed", lambda params, ids, env: params.embed[ids].T * np.float32(np.nan))
+    monkeypatch.setattr(layer_errors, "_embed", lambda params, ids, *_, **__: params.embed[ids].T * np.float32(np.nan))
     code, found, rows = report(capsys, model, "--max-error", "1e30")
     assert code == 1 and not found["within"] and rows["logits"]["relative_rms"] is None
 
