@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 
@@ -27,6 +29,12 @@ class FakeLive:
     @property
     def has_params(self) -> bool:
         return self.level < 2
+
+    def has_lost_params(self) -> bool:
+        return False
+
+    def context(self) -> contextlib.nullcontext:
+        return contextlib.nullcontext()
 
     def start_loading(self, path: str | None) -> FakeLoading:
         assert path is not None or self.level == 2

@@ -6,6 +6,7 @@ is on the device in ``tokens[slot, start]``; the other rows are prefill: their t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -227,6 +228,14 @@ class Executor(Protocol):
     # weights and sleep, between two calls of submit with nothing in a pipeline's stages
 
     has_params: bool
+
+    def has_lost_params(self) -> bool:
+        """Whether whoever shares the arrays has deleted or donated them."""
+        ...
+
+    def context(self) -> AbstractContextManager[None]:
+        """In which a caller's own thread makes steps."""
+        ...
 
     def set_params(self, params: Any) -> None:
         """The steps submitted from now on run with these: a tree, or what ``start_loading`` gave, done."""

@@ -87,7 +87,7 @@ class LLM(LiveControls, PoolingCalls):
         self._engine, info = build_engine(self._config, say, executor, publish, given)
         self.info = front.complete(info)
         self._outputs = OutputProcessor(self.tokenizer, self.info.eos_token_ids)
-        self._context = getattr(self._engine.executor, "context", contextlib.nullcontext)
+        self._context = self._engine.executor.context
         self._lock = threading.RLock()
         self._dead: str | None = None
         self._put_to_sleep_by = 0
@@ -384,8 +384,7 @@ class LLM(LiveControls, PoolingCalls):
             raise RuntimeError(f"{_ASLEEP}; answers were still to come when this thread put it to sleep")
 
     def _has_lost_params(self) -> bool:
-        executor: Any = self._engine.executor
-        return executor.has_lost_params()
+        return self._engine.executor.has_lost_params()
 
     def _fail(self, error: Exception) -> None:
         self._dead = f"the engine's loop failed: {type(error).__name__}: {error}"

@@ -149,11 +149,9 @@ class JaxExecutor:
     # weights and sleep
 
     def context(self) -> AbstractContextManager[None]:
-        """In which a caller's own thread makes steps."""
         return own_context()
 
     def has_lost_params(self) -> bool:
-        """Whether whoever shares the arrays has deleted or donated them."""
         params = self._device.params
         return params is not None and params.norm.is_deleted()  # one tells: a tree is donated whole
 
