@@ -5,6 +5,7 @@
     python scripts/make_goldens.py encoders
     python scripts/make_goldens.py minilm DIR      # DIR: all-MiniLM-L6-v2
     python scripts/make_goldens.py smollm2 DIR     # DIR: the embedded model as a float32 Hugging Face directory
+    python scripts/make_goldens.py gemma3 DIR      # DIR: Gemma 3 270M
 
 Everything runs in float32 on one thread, one sequence at a time, so that no padding and no batching enters.
 """
@@ -183,10 +184,31 @@ def make_smollm2(path: Path) -> None:
     (GOLDENS / "smollm2_greedy.json").write_text(f"[\n{lines}\n]\n")
 
 
+def make_gemma3(path: Path) -> None:
+    """Greedy tokens of Gemma 3 270M: 14 short prompts, 6 longer than its window of 512 -> gemma3_270m.json."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    texts = [item.get("prompt", "") for item in json.loads((GOLDENS / "prompts.json").read_text(encoding="utf-8"))]
+    short = [text for text in texts if text.strip() and "<|" not in text and len(text) < 300][:14]
+    licence = (ROOT / "LICENSE").read_text()
+    long = [licence[at : at + 2600 + 200 * i] for i, at in enumerate(range(0, 7200, 1200))]
+    model, rows = load(path), []
+    for text in short + long:
+        ids = tokenizer.encode(text).ids
+        with torch.no_grad():
+            tokens, _, gaps = greedy(model, ids, 24)
+        rows.append({"prompt_ids": ids, "token_ids": tokens, "min_gap": round(min(gaps), 5)})
+        print(f"{len(rows)}: {len(ids)} tokens, gap {min(gaps):.4f}", flush=True)
+    assert sum(len(row["prompt_ids"]) > 512 for row in rows) == len(long)
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    (GOLDENS / "gemma3_270m.json").write_text(f"[\n{lines}\n]\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "families", "encoders", "minilm", "smollm2"])
-    parser.add_argument("names", nargs="*", help="minilm, smollm2 (float32): the model's directory; families: some")
+    parser.add_argument("what", choices=["tiny", "families", "encoders", "minilm", "smollm2", "gemma3"])
+    parser.add_argument("names", nargs="*", help="the model's directory (of smollm2 in float32); families: some")
     args = parser.parse_args()
     torch.set_num_threads(1)
     GOLDENS.mkdir(parents=True, exist_ok=True)
@@ -200,8 +222,10 @@ def main() -> None:
         parser.error(f"{args.what} needs the model's directory")
     elif args.what == "minilm":
         make_minilm(Path(args.names[0]))
-    else:
+    elif args.what == "smollm2":
         make_smollm2(Path(args.names[0]))
+    else:
+        make_gemma3(Path(args.names[0]))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ _GGUF = {
     "norm": "output_norm",
     "head": "output",
     "attn.norm": "blk.{i}.attn_norm",
+    "attn.post_norm": "blk.{i}.post_attention_norm",
     "q": "blk.{i}.attn_q",
     "k": "blk.{i}.attn_k",
     "v": "blk.{i}.attn_v",
@@ -64,15 +65,19 @@ _GGUF = {
     "q_norm": "blk.{i}.attn_q_norm",
     "k_norm": "blk.{i}.attn_k_norm",
     "mlp.norm": "blk.{i}.ffn_norm",
+    "mlp.post_norm": "blk.{i}.post_ffw_norm",
     "gate": "blk.{i}.ffn_gate",
     "up": "blk.{i}.ffn_up",
     "down": "blk.{i}.ffn_down",
 }
-_GGUF_FAMILIES = {  # whether q and k are interleaved: the first two are llama.cpp's "llama" architecture
+GGUF_FAMILIES = {  # whether q and k are interleaved: the first two are llama.cpp's "llama" architecture
     "llama": True,
     "mistral": True,
     "qwen2": False,
     "qwen3": False,
+    "gemma": False,
+    "gemma2": False,
+    "gemma3_text": False,
 }
 _TABLES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -90,9 +95,9 @@ def gguf_names(spec: DecoderSpec) -> Names:
     """
     if any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         raise ValueError(f"{spec.model_type}: experts in a GGUF file are not supported")
-    if spec.model_type not in _GGUF_FAMILIES:
-        raise ValueError(f"{spec.model_type}: GGUF files are read of {', '.join(_GGUF_FAMILIES)} only")
-    return dict(_names(spec, Layout(_GGUF, interleaved=_GGUF_FAMILIES[spec.model_type])))
+    if spec.model_type not in GGUF_FAMILIES:
+        raise ValueError(f"{spec.model_type}: GGUF files are read of {', '.join(GGUF_FAMILIES)} only")
+    return dict(_names(spec, Layout(_GGUF, interleaved=GGUF_FAMILIES[spec.model_type])))
 
 
 def by_tensor(names: Names) -> dict[str, tuple[str, Parts]]:

@@ -129,12 +129,23 @@ def open_checkpoint(source: ModelSource, spec: DecoderSpec, load_format: str) ->
         kind = {"hf": "a directory of .safetensors files", "gguf": "a .gguf file"}[source.kind]
         raise WeightError(source.weights, f"is {kind}; --load-format {load_format} cannot read it")
     if source.kind == "gguf":
-        return Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, gguf.read_into)
+        read_into = _minus_one if spec.norm.plus_one else gguf.read_into
+        return Checkpoint(gguf.read_gguf(source.weights).tensors, naming.gguf_names, read_into)
     infos: Infos = safetensors.read_directory(source.weights)
     if "embed_tokens.weight" in infos:  # of a decoder saved without its head
         infos = {f"model.{name}": info for name, info in infos.items()}
     infos = naming.with_prefix(infos, spec)
     return Checkpoint(infos, naming.hf_names, safetensors.read_into)
+
+
+def _minus_one(info: TensorInfo, out: np.ndarray, rows: Range | None, columns: Range | None) -> None:
+    """As ``gguf.read_into``, with norms as Hugging Face has them: a GGUF file holds 1 + w."""
+    if not info.name.endswith("norm.weight"):
+        gguf.read_into(info, out, rows, columns)
+        return
+    values = aligned_empty(out.shape, FLOAT32)
+    gguf.read_into(info, values, rows, columns)
+    convert(values - FLOAT32.type(1), out)
 
 
 def check(checkpoint: Checkpoint, source: ModelSource, spec: DecoderSpec) -> None:

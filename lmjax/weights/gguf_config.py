@@ -11,10 +11,18 @@ import numpy as np
 from lmjax.weights.errors import WeightError
 from lmjax.weights.gguf import GGUFFile, read_tensor
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 ROPE_FREQS = "rope_freqs.weight"
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _REQUIRED = object()
+_GEMMA = ("gemma", "gemma2", "gemma3")
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -37,7 +45,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
     if get("expert_count", 0):
         raise WeightError(file.path, f"metadata {arch}.expert_count: mixture-of-experts files are not supported")
-    if 0 < get("attention.sliding_window", 0) < get("context_length"):
+    if arch not in _GEMMA and 0 < get("attention.sliding_window", 0) < get("context_length"):
         raise WeightError(file.path, f"metadata {arch}.attention.sliding_window is not supported in a GGUF file")
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", None) or hidden // max(heads, 1)
@@ -67,7 +75,29 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     }
     if arch == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if arch in _GEMMA:
+        config |= _gemma(arch, config, get)
     return config
+
+
+def _gemma(arch: str, config: dict[str, Any], get: Any) -> dict[str, Any]:
+    """What the file says otherwise, or leaves out, as llama.cpp's ``llama-model.cpp`` fills it in."""
+    gelu = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    if arch == "gemma":
+        return gelu
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    largest = layers == {"gemma2": 46, "gemma3": 62}[arch]  # the 27B ones scale queries by another size
+    found = gelu | {
+        "model_type": arch if arch == "gemma2" else "gemma3_text",
+        "sliding_window": get("attention.sliding_window"),
+        "query_pre_attn_scalar": config["hidden_size"] // heads if largest else config["head_dim"],
+    }
+    if arch == "gemma3":
+        return found | {"rope_local_base_freq": get("rope.freq_base_swa", 10000.0)}
+    return found | {
+        "attn_logit_softcapping": get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": get("final_logit_softcapping", 30.0),
+    }
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
