@@ -1,7 +1,7 @@
 """Gemma 3 270M through the whole engine against transformers' greedy tokens, also past its window of 512.
 
-Opt-in, as its weights have a licence of their own: ``LMJAX_GEMMA3=DIR`` names a Hugging Face directory of the base model
-(or a .gguf file of it: the goldens are of the 4-bit one, dequantised). Goldens: ``scripts/make_goldens.py gemma3``.
+Opt-in, as its weights have a licence of their own: ``LMJAX_GEMMA3=PATH`` names a Hugging Face directory of the base
+model, or its .gguf file (the goldens are of the one in Q4_K_M, dequantised). By ``scripts/make_goldens.py gemma3``.
 """
 
 from __future__ import annotations

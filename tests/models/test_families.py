@@ -357,7 +357,7 @@ def test_names_without_their_prefix():
 
 
 def test_gguf_of_other_families_is_refused():
-    with pytest.raises(ValueError, match="gpt2: GGUF files are read of llama, mistral, .* only"):
+    with pytest.raises(ValueError, match=r"gpt2: GGUF files are read of llama, mistral, .* only"):
         gguf_names(spec_from_hf(tiny.CASES["gpt2"].config, None))
 
 
