@@ -14,7 +14,7 @@ import pytest
 
 from lmjax.config import ConfigError
 from lmjax.engine.async_engine import AsyncEngine
-from lmjax.types import EngineDeadError, ParameterError, QueueFullError, SamplingParams
+from lmjax.types import EngineDeadError, ModelError, ParameterError, QueueFullError, SamplingParams
 from tests.engine.factories import config
 
 PROMPT = list(b"What is the answer?")
@@ -188,7 +188,7 @@ def test_a_failed_start(factory, kind, message):
 
 def test_a_model_that_is_not_there_costs_no_process(monkeypatch):
     monkeypatch.setattr("lmjax.engine.async_engine.EngineProcess", None)
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ModelError, match="no such file"):
         run(AsyncEngine.start(config().replace(model="/does/not/exist")))
 
 
