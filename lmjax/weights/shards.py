@@ -56,9 +56,8 @@ class Piece:
         if not self.heads:
             return target
         axis = target.ndim - len(self.shape)  # of a head's features, whose two halves are interleaved in the checkpoint
-        halves = target.view()
-        halves.shape = (*target.shape[:axis], 2, target.shape[axis] // 2, *target.shape[axis + 1 :])
-        return halves.swapaxes(axis, axis + 1)
+        halves = target.reshape(*target.shape[:axis], 2, target.shape[axis] // 2, *target.shape[axis + 1 :])
+        return halves.swapaxes(axis, axis + 1)  # still a view: cutting an axis copies nothing
 
     def fill(self, share: np.ndarray, values: np.ndarray) -> None:
         """values: of ``shape``, as the checkpoint has them."""

@@ -27,6 +27,7 @@ from tests.runtime.test_equality import check_equal
 from tests.runtime.tiny import tiny_config, tiny_executor
 
 KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
+slow = lambda name: pytest.param(name, marks=pytest.mark.slow)  # noqa: E731
 
 
 def rounded(x, kind):
@@ -55,7 +56,7 @@ def attend_over_rounded(kind, qkv, heads, a, pool, step, index, env):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama_tied_gqa3", "mistral_window", "gemma3", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("name", ["llama_tied_gqa3", "gemma3", *map(slow, ["mistral_window", "gpt_oss", "bloom"])])
 def test_logits(kind, name):
     case = tiny.CASES[name]
     spec = spec_from_hf(case.config, case.max_model_len)
