@@ -130,7 +130,7 @@ def kv_bytes_read(kv: tuple[KVSpec, ...], context: float) -> float:
 
 def _attention_flops(layer: LayerSpec, context: float) -> float:
     a = layer.attention
-    return 4.0 * a.heads * a.head_dim * min(context, a.window or context)
+    return a.flops_per_key * min(context, a.window or context)
 
 
 def _link_bytes(collective: Collective, devices: int) -> float:
