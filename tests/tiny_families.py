@@ -66,7 +66,7 @@ _DEEPSEEK = _LLAMA | {
     "n_group": 4,
     "topk_group": 2,
 }
-_DEEPSEEK_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16, "beta_slow": 1}
+_DEEPSEEK_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16}
 
 
 def _olmo3() -> dict[str, Any]:
@@ -221,7 +221,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
     ),
 }
 
-GREEDY = ("gemma3", "gpt2", "falcon_new", "bloom", "gpt_oss", "deepseek_v2", "deepseek_v3")  # those whose greedy tokens are in the goldens
+# those whose greedy tokens are in the goldens
+GREEDY = ("gemma3", "gpt2", "falcon_new", "bloom", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 
 def config(name: str) -> dict[str, Any]:

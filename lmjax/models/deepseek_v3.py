@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: V2 whose router scores by sigmoid, with a bias for the choice, and takes groups by their two best."""
+"""DeepSeek-V3 and R1: V2 whose router scores by sigmoid, chooses with a bias, and takes groups by their two best."""
 
 from __future__ import annotations
 

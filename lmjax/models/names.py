@@ -204,17 +204,18 @@ def _latent(a: AttentionSpec, m: LatentSpec, d: int, names: dict[str, str]) -> I
 def _rotary_last(name: str, heads: int | None, others: int, m: LatentSpec) -> Parts:
     """Rows [heads, others + R] (None: no axis of heads) in which the last R rotate."""
     size = others + m.rope_dim
-    if not m.interleaved:
-        return (TensorPart(name, ((heads or 1) * size,)),)
-    lead, every, whole = (() if heads is None else (heads,)), (), ()
-    if heads is not None:
-        every, whole = (None,), (slice(None),)
-    views = [View(rows=(*lead, size), take=(*every, cut)) for cut in ((0, others), (others, size))]
     shape = ((heads or 1) * size,)
-    return (
-        TensorPart(name, shape, (*whole, slice(0, others)), view=views[0]),
-        TensorPart(name, shape, (*whole, slice(others, size)), view=views[1], interleaved_heads=heads or 1),
-    )
+    if not m.interleaved:
+        return (TensorPart(name, shape),)
+
+    def part(first: int, last: int, turned: int) -> TensorPart:
+        cut, index = (first, last), (slice(first, last),)
+        if heads is None:
+            return TensorPart(name, shape, index, view=View(rows=shape, take=(cut,)), interleaved_heads=turned)
+        view = View(rows=(heads, size), take=(None, cut))
+        return TensorPart(name, shape, (slice(None), *index), view=view, interleaved_heads=turned)
+
+    return part(0, others, 0), part(others, size, heads or 1)
 
 
 def _matrix(name: str, rows: int, layout: Layout) -> TensorPart:

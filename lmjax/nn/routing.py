@@ -1,4 +1,4 @@
-"""Routers that score by sigmoid, weigh by a factor, or pick from a few groups of experts: those of DeepSeek V2 and V3."""
+"""Routers that score by sigmoid, weigh by a factor, or pick from a few groups of experts: DeepSeek's V2 and V3."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TINY = 1e-20  # as in transformers: a sum of scores that are all 0
 class Routing:
     """How a router's logits become the picked experts and their weights. The default is a softmax and its best.
 
-    ``groups``: the experts are so many groups one after the other, and the picked ones are from the ``top_groups`` best:
-    by their best score, or the sum of their two best. ``choice_bias``: a parameter, added to scores for the choice
-    alone. ``factor``: of the weights.
+    ``groups``: the experts are so many groups one after the other, and those picked are of the ``top_groups`` best, by
+    their best score or the sum of their two best. ``choice_bias``: a parameter, added to scores for the choice alone.
+    ``factor``: of the weights.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"

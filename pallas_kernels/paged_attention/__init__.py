@@ -106,9 +106,9 @@ def choose(
 ) -> str:
     """The name of the body in ``BODIES`` that serves this case; only shapes and dtypes of q and pool are read.
 
-    "auto" takes XLA on a CPU and Triton on a card, or Mosaic where a card has shown it faster (``tuned``); and XLA where
-    keys are values, too (a pool [L, 1, ...]), for which no kernel is written. Raises ``NotImplementedError`` where the
-    case needs what the card or the body does not have.
+    "auto" takes XLA on a CPU and Triton on a card, or Mosaic where a card has shown it faster (``tuned``); where keys
+    are values, too (a pool [L, 1, ...]), it is XLA: no kernel is written for them. Raises ``NotImplementedError`` where
+    the case needs what the card or the body does not have.
     """
     name: str = backend
     if backend == "auto":

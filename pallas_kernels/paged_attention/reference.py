@@ -56,7 +56,8 @@ def _absorb(
     soft_cap: float | None,
     bias: jax.Array | None,
 ) -> _Softmax:
-    """q [X, K, Q, H]; k [X, K, C, H]; v [X, K, C, V]; seen bool [X, Q or 1, C], None: all is; bias float32 [X, K, Q, C]."""
+    """q [X, K, Q, H]; k [X, K, C, H]; v [X, K, C, V]; seen bool [X, Q or 1, C], None: all is; bias float32
+    [X, K, Q, C]."""
     s = jnp.einsum("xkqh,xkch->xkqc", q, k, preferred_element_type=jnp.float32)
     if soft_cap is not None:
         s = jnp.float32(soft_cap) * jnp.tanh(s / jnp.float32(soft_cap))
@@ -83,9 +84,7 @@ def _result(state: _Softmax, sinks: jax.Array | None) -> jax.Array:
     return state.acc / jnp.maximum(state.total, jnp.float32(1e-30))[..., None]
 
 
-def _gather(
-    pool: jax.Array, logits: _Logits, layer: int | jax.Array, blocks: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _gather(pool: jax.Array, logits: _Logits, layer: int | jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """blocks int32 [X, C] -> keys float32 [X, K, C * B, H] and values [X, K, C * B, V]."""
     scales = logits.kv_scales
     rows, count = blocks.shape
