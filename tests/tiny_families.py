@@ -50,7 +50,6 @@ _FALCON = _COMMON | {"hidden_size": 64, "tie_word_embeddings": True, "rope_theta
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 16}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
 _DEEPSEEK = _LLAMA | {
-    "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "first_k_dense_replace": 1,
     "kv_lora_rank": 20,
@@ -216,7 +215,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
         "DeepseekV3ForCausalLM",
         _DEEPSEEK
         | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 1}
-        | {"first_k_dense_replace": 0, "num_hidden_layers": 2},
+        | {"first_k_dense_replace": 0},
         (37,),
     ),
 }
