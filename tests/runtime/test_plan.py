@@ -182,6 +182,7 @@ def fake_plan() -> Plan:
         degree=Degree(),
         dtype="bfloat16",
         kv_dtype="bfloat16",
+        attention=("triton",),
         block_size=16,
         usable=20 * GIB,
         reserve=2 * GIB,
