@@ -16,6 +16,7 @@ from pallas_kernels.platform import CPU, Backend, Target, tuned
 __all__ = ["choose", "paged_attention"]
 
 MAX_HEAD_DIM = 256
+_NOT_LATENT = "latent vectors, which are keys and values in one, are served by the xla body alone"
 
 
 def paged_attention(
@@ -133,7 +134,7 @@ def _pallas_lacks(
 ) -> str | None:
     """Why no Pallas body can serve this, or None."""
     if pool.shape[1] == 1:
-        return "latent vectors, which are keys and values in one, are served by the xla body alone"
+        return _NOT_LATENT
     if not target.runs_pallas:
         return "it needs an NVIDIA card of compute capability 8.0 or above"
     if q.shape[-1] > MAX_HEAD_DIM:
@@ -155,6 +156,8 @@ def _mosaic_lacks(
     q: jax.ShapeDtypeStruct | jax.Array, pool: jax.ShapeDtypeStruct | jax.Array, target: Target, alibi: bool
 ) -> str | None:
     """Why the Mosaic body cannot serve this, or None."""
+    if pool.shape[1] == 1:
+        return _NOT_LATENT
     if target.platform != "cuda" or target.capability != (9, 0):
         return "it needs a card of compute capability 9.0"
     if pool.dtype != q.dtype or pool.dtype not in (jnp.bfloat16, jnp.float16):
