@@ -32,9 +32,7 @@ def queries_and_latent(
         q = linear(p.q_up, x, env)
     latent = linear(p.kv_down, x, env)  # [C + R, T]
     key = jnp.concatenate([rms_norm(latent[: m.rank], p.kv_norm, m.eps), apply_rope(latent[m.rank :], *rope)])
-    absorbed = lax.dot_general(
-        p.kv_up[:, : m.nope_dim], q[:, : m.nope_dim], (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )  # [N, C, T]
+    absorbed = _by_head(p.kv_up[:, : m.nope_dim], q[:, : m.nope_dim], 1, (1, 0))  # [N, C, T]
     q = jnp.concatenate([absorbed.astype(x.dtype), apply_rope(q[:, m.nope_dim :], *rope)], axis=1)
     return jnp.concatenate([q, key[None]])[None]
 
@@ -43,7 +41,11 @@ def values_of(p: LatentParams, a: AttentionSpec, o: jax.Array) -> jax.Array:
     """o [T, N, C], attended latents -> [N * V, T], the heads' values."""
     m = a.latent
     assert m is not None
-    values = lax.dot_general(
-        p.kv_up[:, m.nope_dim :], o, (((2,), (2,)), ((0,), (1,))), preferred_element_type=jnp.float32
-    )  # [N, V, T]
+    values = _by_head(p.kv_up[:, m.nope_dim :], o, 2, (2, 1))  # [N, V, T]
     return values.astype(o.dtype).reshape(-1, o.shape[0])
+
+
+def _by_head(w: jax.Array, x: jax.Array, w_axis: int, x_axes: tuple[int, int]) -> jax.Array:
+    """w [N, ...] times x, summed over ``w_axis``: float32 [N, rest of w, T]. x_axes: what of x is summed, and N."""
+    axis, heads = x_axes
+    return lax.dot_general(w, x, (((w_axis,), (axis,)), ((0,), (heads,))), preferred_element_type=jnp.float32)

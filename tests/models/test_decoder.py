@@ -102,6 +102,9 @@ def test_decode_past_the_window(name):
     assert error(name, 0, np.concatenate(out)) < TOLERANCE
 
 
+HALVES = {"bfloat16": 0.04, "float16": 0.006}
+
+
 @pytest.mark.parametrize(("num_blocks", "block_size", "width"), [(40, 1, 37), (5, 16, 5), (300, 8, 64)])
 def test_pool_shapes(num_blocks, block_size, width):
     name = "llama_tied_gqa3"
@@ -110,8 +113,13 @@ def test_pool_shapes(num_blocks, block_size, width):
     assert error(name, 0, np.concatenate(out)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.04), ("float16", 0.006)])
-@pytest.mark.parametrize("name", ["llama_tied_gqa3", "qwen3_bias"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        *((name, dtype, most) for name in ("llama_tied_gqa3", "qwen3_bias") for dtype, most in HALVES.items()),
+        ("deepseek_v2_lite", "float16", 0.02),
+    ],
+)
 def test_half_precision(name, dtype, tolerance):
     driver = Driver(params_of(name, dtype), spec_of(name), dtype=dtype)
     got = driver.step(dict(enumerate(tiny.prompts(name))))
