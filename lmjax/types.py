@@ -239,10 +239,11 @@ class SamplingParams:
 class KVSpec:
     """One KV group: layers that share a block table. Sizes in elements; ``window`` in tokens for kind ``window``.
 
-    A token at position p of a window group sees positions p - window + 1 .. p.
+    A token at position p of a window group sees positions p - window + 1 .. p. A ``latent`` group has one vector of
+    ``k_dim`` a token and layer, keys and values in one: ``v_dim`` is 0, and ``kv_heads`` how many devices hold it.
     """
 
-    kind: Literal["full", "window"]
+    kind: Literal["full", "window", "latent"]
     layers: tuple[int, ...]
     kv_heads: int
     k_dim: int
@@ -255,13 +256,18 @@ class KVSpec:
         return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}[self.dtype]
 
     @property
+    def sides(self) -> int:
+        """Vectors that are stored a token and head: key and value, or both in one."""
+        return 2 if self.v_dim else 1
+
+    @property
     def scaled(self) -> bool:
         """Elements of 1 byte: a float32 scale a token, head and side beside them."""
         return self.item_bytes == 1
 
     def bytes_per_token(self, scales: bool = True) -> int:
         """scales: with those of 1-byte elements."""
-        of_scales = 2 * 4 if scales and self.scaled else 0
+        of_scales = self.sides * 4 if scales and self.scaled else 0
         return len(self.layers) * self.kv_heads * ((self.k_dim + self.v_dim) * self.item_bytes + of_scales)
 
 

@@ -49,6 +49,23 @@ _GPT = _TOKENS | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _FALCON = _COMMON | {"hidden_size": 64, "tie_word_embeddings": True, "rope_theta": 1000.0}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 16}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
+_DEEPSEEK = _LLAMA | {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_DEEPSEEK_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16}
 
 
 def _olmo3() -> dict[str, Any]:
@@ -171,14 +188,45 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
         _LLAMA | _MOE | {"sliding_window": 7, "swiglu_limit": 1.5, "rope_scaling": _YARN},
         (41, 5),
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK
+        | {"topk_method": "group_limited_greedy", "attention_bias": True}
+        | {"rope_scaling": _DEEPSEEK_YARN | {"mscale": 0.8, "mscale_all_dim": 0.6}},
+        (41, 5),
+    ),
+    "deepseek_v2_lite": (
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None},
+        (37,),
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK
+        | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        | {"rope_scaling": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        (41, 5),
+    ),
+    "deepseek_v3_halves": (
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK
+        | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 0},
+        (37,),
+    ),
 }
 
-GREEDY = ("gemma3", "gpt2", "falcon_new", "bloom", "gpt_oss")  # those whose greedy tokens are in the goldens
+# those whose greedy tokens are in the goldens
+GREEDY = ("gemma3", "gpt2", "falcon_new", "bloom", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 
 def config(name: str) -> dict[str, Any]:
     model_type, architecture, values, _ = FAMILIES[name]
-    own = {key: value for key, value in values.items() if value is not None}
+    own = {key: value for key, value in values.items() if value is not None or key == "q_lora_rank"}  # null is a choice
     return own | {"architectures": [architecture], "model_type": model_type}
 
 

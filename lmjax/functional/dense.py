@@ -18,6 +18,7 @@ from lmjax.models.layer import Heads, Step, paged, slopes
 from lmjax.models.spec import AttentionSpec
 from lmjax.nn.env import Env, Forms
 from lmjax.nn.moe import clamped_swiglu, moe_mlp
+from lmjax.nn.routing import Routing, pick
 from lmjax.nn.weight import Dense
 from pallas_kernels.activation import ACTIVATIONS
 from pallas_kernels.heads import apply_rope, rms_norm
@@ -37,10 +38,10 @@ def _attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: tuple[AttentionSpec, Env, int], qkv: jax.Array, heads: Heads, step: Step) -> jax.Array:
-    """[T, N, H] by the serving code, over a pool that holds this layer alone."""
+    """[T, N, H] ([T, N, C] of latent vectors) by the serving code, over a pool that holds this layer alone."""
     a, env, block_size = static
     num_blocks = 1 + step.batch.block_tables[a.group].size
-    pool = jnp.zeros((1, 2, num_blocks, qkv.shape[0], block_size, qkv.shape[2]), qkv.dtype)
+    pool = jnp.zeros((1, 1 if a.latent else 2, num_blocks, qkv.shape[0], block_size, qkv.shape[2]), qkv.dtype)
     return paged(qkv, heads, a, pool, step, jnp.int32(0), env)[0]
 
 
@@ -67,10 +68,15 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def dense_attention(
     qkv: jax.Array, heads: Heads, rope: tuple[jax.Array, jax.Array] | None, rows: int, a: AttentionSpec, env: Env
 ) -> jax.Array:
-    """qkv [K, G + 2, H, T] of ``rows`` sequences of T / rows tokens each, one after the other -> float32 [T, N, H]."""
+    """qkv [K, G + 2, H, T] of ``rows`` sequences of T / rows tokens each, one after the other -> float32 [T, N, H]. Of
+    latent vectors [1, N + 1, H, T] -> [T, N, C]."""
     kv_heads, _, dim, total = qkv.shape
     qkv = qkv.astype(jnp.float32)
-    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
+    if a.latent:
+        q, k = qkv[:, :-1], qkv[:, -1]
+        v, rope = k[:, : a.value_dim], None  # they have had theirs
+    else:
+        q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     if heads.q_norm is not None and a.qk_norm is not None:
         norm = a.qk_norm
         weights = (w.astype(jnp.float32) for w in (heads.q_norm, heads.k_norm))
@@ -85,7 +91,7 @@ def dense_attention(
     padding = -length % size
     q = q.reshape(kv_heads, -1, dim, rows, length).transpose(3, 4, 0, 1, 2)  # [B, n, K, G, H]
     q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0), (0, 0))).reshape(rows, -1, size, *q.shape[2:])
-    k, v = (x.reshape(kv_heads, dim, rows, length).transpose(2, 0, 3, 1) for x in (k, v))  # [B, K, n, H]
+    k, v = (x.reshape(kv_heads, -1, rows, length).transpose(2, 0, 3, 1) for x in (k, v))  # [B, K, n, H]
     firsts = jnp.arange(q.shape[1], dtype=jnp.int32) * size
 
     def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -110,7 +116,7 @@ def dense_attention(
         return lax.map(lambda pair: one_block(*pair), (queries, firsts))
 
     out = lax.map(one_row, (q, k, v))  # [B, blocks, size, K, G, H]
-    return out.reshape(rows, -1, a.heads, dim)[:, :length].reshape(total, a.heads, dim)
+    return out.reshape(rows, -1, a.heads, a.value_dim)[:, :length].reshape(total, a.heads, a.value_dim)
 
 
 def _softmax(scores: jax.Array, sink: jax.Array | None) -> jax.Array:
@@ -125,21 +131,22 @@ def _moe(router: jax.Array, gate_up: Dense, down: Dense, x: jax.Array, num_token
     """In place of ``nn.moe.moe_mlp``, with all experts on this device."""
     if not isinstance(how.pop("first"), int):
         raise NotImplementedError("experts that are spread over devices cannot be differentiated")
-    bias = how.pop("router_bias")
-    return _mix(tuple(sorted(how.items())), router, bias, gate_up, down, x, num_tokens)
+    biases = how.pop("router_bias"), how.pop("choice_bias")
+    return _mix(tuple(sorted(how.items())), router, biases, gate_up, down, x, num_tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mix(
     how: tuple[Any, ...],
     router: jax.Array,
-    router_bias: jax.Array | None,
+    biases: tuple[jax.Array | None, jax.Array | None],
     gate_up: Dense,
     down: Dense,
     x: jax.Array,
     num_tokens: jax.Array,
 ) -> jax.Array:
-    return moe_mlp(router, gate_up, down, x, num_tokens, router_bias=router_bias, **dict(how))
+    router_bias, choice_bias = biases
+    return moe_mlp(router, gate_up, down, x, num_tokens, router_bias=router_bias, choice_bias=choice_bias, **dict(how))
 
 
 def _mix_forward(how: Any, *arguments: Any) -> tuple[jax.Array, Any]:
@@ -147,7 +154,7 @@ def _mix_forward(how: Any, *arguments: Any) -> tuple[jax.Array, Any]:
 
 
 def _mix_backward(how: Any, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    named = {name: value for name, value in how if name in ("top_k", "normalise", "activation", "limit")}
+    named = {name: value for name, value in how if name in ("top_k", "normalise", "routing", "activation", "limit")}
     _, pull = jax.vjp(partial(dense_moe, **named), *saved)
     return (*pull(cotangent.astype(jnp.float32)), None)
 
@@ -157,27 +164,28 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 def dense_moe(
     router: jax.Array,
-    router_bias: jax.Array | None,
+    biases: tuple[jax.Array | None, jax.Array | None],
     gate_up: Dense,
     down: Dense,
     x: jax.Array,
     *,
     top_k: int,
     normalise: bool,
+    routing: Routing,
     activation: str,
     limit: float | None,
 ) -> jax.Array:
-    """As ``nn.moe.moe_mlp`` with every expert computed for every token: x [D, T] -> float32 [D, T].
+    """As ``nn.moe.moe_mlp`` with every expert computed for every token: x [D, T] -> float32 [D, T]. biases: of the
+    router, and of its choice.
 
     The choice of experts has no gradient, their weights have.
     """
     x, gate_up, down = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (x, gate_up, down))
     scores = router.astype(jnp.float32) @ x
+    router_bias, choice_bias = biases
     if router_bias is not None:
         scores = scores + router_bias.astype(jnp.float32)[:, None]
-    weights, ids = lax.top_k(jax.nn.softmax(scores.T, axis=-1), top_k)
-    if normalise:
-        weights = weights / weights.sum(-1, keepdims=True)
+    weights, ids = pick(scores.T, choice_bias, routing, top_k, normalise)
     mix = jnp.zeros((router.shape[0], x.shape[1]), jnp.float32)
     mix = mix.at[ids, jnp.arange(x.shape[1])[:, None]].set(weights)
 

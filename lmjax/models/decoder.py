@@ -55,11 +55,11 @@ def kv_specs(spec: DecoderSpec, dtype: str) -> tuple[KVSpec, ...]:
         a = spec.layers[groups[group][0]].attention
         out.append(
             KVSpec(
-                kind="full" if a.window is None else "window",
+                kind="latent" if a.latent else "full" if a.window is None else "window",
                 layers=tuple(stage * len(spec.layers) + i for stage in range(spec.stages) for i in groups[group]),
                 kv_heads=a.kv_heads,
                 k_dim=a.head_dim,
-                v_dim=a.head_dim,
+                v_dim=0 if a.latent else a.head_dim,
                 dtype=dtype,
                 window=a.window,
             )

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lmjax.models.params import AttentionParams, LayerParams, MlpParams, MoeParams
+from lmjax.models.latent import queries_and_latent, values_of
+from lmjax.models.params import AttentionParams, LatentParams, LayerParams, MlpParams, MoeParams
 from lmjax.models.pools import ScaledPool, parts_of
 from lmjax.models.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from lmjax.nn.batch import Batch
@@ -92,6 +93,8 @@ def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_token
         activation=m.activation,
         first=env.first(e.gate_up.weight.shape[0]) if env.spread_experts else 0,
         router_bias=p.router_bias,
+        choice_bias=p.choice_bias,
+        routing=m.routing,
         limit=m.limit,
         target=env.target,
     )
@@ -101,7 +104,7 @@ def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_token
 
 
 def _attention(
-    p: AttentionParams,
+    p: AttentionParams | LatentParams,
     a: AttentionSpec,
     x: jax.Array,
     pool: Any,
@@ -112,15 +115,20 @@ def _attention(
     """x [D, T] normed -> (attention's contribution to the residual [D, T], pool)."""
     tokens = x.shape[-1]
     attend = env.forms.attention if env.forms else paged
-    qkv = linear(p.qkv, x, env)
-    if a.clip is not None:
-        qkv = jnp.clip(qkv, -a.clip, a.clip)
-    qkv, heads = _heads(qkv, p, a, env)
+    if isinstance(p, LatentParams):
+        assert a.rope is not None
+        qkv, heads = queries_and_latent(p, a, x, step.ropes[a.rope], env), Heads()
+    else:
+        qkv = linear(p.qkv, x, env)
+        if a.clip is not None:
+            qkv = jnp.clip(qkv, -a.clip, a.clip)
+        qkv, heads = _heads(qkv, p, a, env)
     o, pool = attend(qkv, heads, a, pool, step, index, env)
     # The next layer's write has to wait for this read: else XLA:CPU cannot update the one-array pool in place and
     # copies all of it several times a step. The residual makes it wait; the barrier states it.
     o, pool = lax.optimization_barrier((o, pool))
-    return summed_linear(p.o, o.reshape(tokens, a.heads * a.head_dim).T, env), pool
+    values = values_of(p, a, o) if isinstance(p, LatentParams) else o.reshape(tokens, a.num_values).T
+    return summed_linear(p.o, values, env), pool
 
 
 def _heads(qkv: jax.Array, p: AttentionParams, a: AttentionSpec, env: Env) -> tuple[jax.Array, Heads]:
@@ -145,10 +153,13 @@ def paged(
     index: jax.Array,
     env: Env,
 ) -> tuple[jax.Array, Any]:
-    """qkv [K, G + 2, H, T] -> (attended values [T, N, H], the pool with the step's keys and values)."""
+    """qkv [K, G + 2, H, T] -> (attended values [T, N, H], the pool with the step's keys and values).
+
+    Of latent vectors [1, N + 1, H, T], which have had their rotary embedding -> [T, N, C].
+    """
     batch = step.batch
     block_ids, offsets = step.targets[a.group]
-    cos, sin = (None, None) if a.rope is None else step.ropes[a.rope]
+    cos, sin = (None, None) if a.rope is None or a.latent else step.ropes[a.rope]
     values, scales = parts_of(pool)
     q, values, scales = kv_write(
         qkv,
@@ -185,6 +196,7 @@ def paged(
         sinks=None if heads.sinks is None else heads.sinks.astype(jnp.float32),
         alibi=slopes(a, env),
         kv_scales=scales,
+        value_dim=None if a.latent is None else a.value_dim,
         one_token_rows=env.tile is not None,
         target=env.target,
         backend=env.attention,

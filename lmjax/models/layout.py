@@ -22,6 +22,7 @@ class Layout:
     interleaved: bool = False  # the rotary pairs of a head are neighbours, not in its two halves
     prefix: str = ""  # of names, which some checkpoints leave out
     unused: tuple[str, ...] = ()  # ends of names of tensors that hold nothing of the model
+    extra_layer: str = ""  # start of the names of a layer behind the last that belongs to something else
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from lmjax.models.layout import Index, Layout, TensorPart, View
 from lmjax.models.registry import family_layout
-from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec, NormSpec
+from lmjax.models.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MoeSpec, NormSpec
 
 __all__ = ["Index", "Names", "TensorPart", "by_tensor", "gguf_names", "harmless", "hf_names", "num_values"]
 
@@ -39,11 +39,18 @@ _HF = {
     "q_norm": _LLAMA + "self_attn.q_norm",
     "k_norm": _LLAMA + "self_attn.k_norm",
     "sinks": _LLAMA + "self_attn.sinks",
+    "q_down": _LLAMA + "self_attn.q_a_proj",
+    "q_up": _LLAMA + "self_attn.q_b_proj",
+    "kv_down": _LLAMA + "self_attn.kv_a_proj_with_mqa",
+    "kv_up": _LLAMA + "self_attn.kv_b_proj",
+    "q_latent_norm": _LLAMA + "self_attn.q_a_layernorm",
+    "kv_latent_norm": _LLAMA + "self_attn.kv_a_layernorm",
     "mlp.norm": _LLAMA + "post_attention_layernorm",
     "gate": _LLAMA + "mlp.gate_proj",
     "up": _LLAMA + "mlp.up_proj",
     "down": _LLAMA + "mlp.down_proj",
     "router": _LLAMA + "mlp.gate",
+    "choice_bias": _LLAMA + "mlp.gate.e_score_correction_bias",
     "expert_gate": _LLAMA + "mlp.experts.{e}.gate_proj",
     "expert_up": _LLAMA + "mlp.experts.{e}.up_proj",
     "expert_down": _LLAMA + "mlp.experts.{e}.down_proj",
@@ -112,7 +119,7 @@ def by_tensor(names: Names) -> dict[str, tuple[str, Parts]]:
 def harmless(name: str, spec: DecoderSpec) -> bool:
     """Tensors that a checkpoint may hold and no parameter needs: recomputed tables, and the copy of a tied head."""
     layout = family_layout(spec)
-    if name.endswith((*_TABLES, *layout.unused)):
+    if name.endswith((*_TABLES, *layout.unused)) or (layout.extra_layer and name.startswith(layout.extra_layer)):
         return True
     heads = ((_HF | layout.names)["head"], _GGUF["head"])
     return spec.tie_embeddings and name.removesuffix(".weight") in heads and name.endswith(".weight")
@@ -156,11 +163,14 @@ def _norm(parameter: str, names: dict[str, str], norm: NormSpec, size: int) -> I
 
 def _layer(layer: LayerSpec, spec: DecoderSpec, layout: Layout) -> Iterator[tuple[str, Parts]]:
     a, m, d, names = layer.attention, layer.mlp, spec.hidden, layout.names
-    rotary = 0 if a.rope is None else spec.ropes[a.rope].dim % a.head_dim  # 0: all of a head
+    rotary = 0 if a.rope is None or a.latent else spec.ropes[a.rope].dim % a.head_dim  # 0: all of a head
     if layer.pre_norm:
         yield from _norm("attn.norm", names, layer.norm, d)
-    yield from _dense("attn.qkv", _qkv(a, layout, rotary), d, a.qkv_bias)
-    yield from _dense("attn.o", (_matrix(names["o"], d, layout),), a.heads * a.head_dim, a.o_bias)
+    if a.latent is not None:
+        yield from _latent(a, a.latent, d, names)
+    else:
+        yield from _dense("attn.qkv", _qkv(a, layout, rotary), d, a.qkv_bias)
+    yield from _dense("attn.o", (_matrix(names["o"], d, layout),), a.num_values, a.o_bias)
     yield from _head_norms(a, layout, rotary)
     if a.sinks:
         yield "attn.sinks", (TensorPart(names["sinks"], (a.heads,)),)
@@ -177,8 +187,40 @@ def _layer(layer: LayerSpec, spec: DecoderSpec, layout: Layout) -> Iterator[tupl
         yield from _dense("mlp.down", (_matrix(names["down"], d, layout),), m.ffn, m.bias)
     if isinstance(m, MoeSpec) and m.bias:
         yield "mlp.router_bias", (TensorPart(f"{names['router']}.bias", (m.experts,)),)
+    if isinstance(m, MoeSpec) and m.routing.choice_bias:
+        yield "mlp.choice_bias", (TensorPart(names["choice_bias"], (m.experts,)),)
     if layer.post_norm:
         yield from _norm("mlp.post_norm", names, layer.norm, d)
+
+
+def _latent(a: AttentionSpec, m: LatentSpec, d: int, names: dict[str, str]) -> Iterator[tuple[str, Parts]]:
+    """Of attention over latent vectors. The rows that rotate are the last ones, of a query head and of the latent."""
+    if m.q_rank is not None:
+        yield from _dense("attn.q_down", (TensorPart(names["q_down"], (m.q_rank,)),), d, m.bias)
+        yield "attn.q_norm", (TensorPart(f"{names['q_latent_norm']}.weight", (m.q_rank,)),)
+    query = _rotary_last(names["q" if m.q_rank is None else "q_up"], a.heads, m.nope_dim, m)
+    yield from _dense("attn.q_up", query, m.q_rank or d, False)
+    yield from _dense("attn.kv_down", _rotary_last(names["kv_down"], None, m.rank, m), d, m.bias)
+    yield "attn.kv_norm", (TensorPart(f"{names['kv_latent_norm']}.weight", (m.rank,)),)
+    rows = a.heads * (m.nope_dim + m.value_dim)
+    yield "attn.kv_up", (TensorPart(f"{names['kv_up']}.weight", (rows, m.rank)),)
+
+
+def _rotary_last(name: str, heads: int | None, others: int, m: LatentSpec) -> Parts:
+    """Rows [heads, others + R] (None: no axis of heads) in which the last R rotate."""
+    size = others + m.rope_dim
+    shape = ((heads or 1) * size,)
+    if not m.interleaved:
+        return (TensorPart(name, shape),)
+
+    def part(first: int, last: int, turned: int) -> TensorPart:
+        cut, index = (first, last), (slice(first, last),)
+        if heads is None:
+            return TensorPart(name, shape, index, view=View(rows=shape, take=(cut,)), interleaved_heads=turned)
+        view = View(rows=(heads, size), take=(None, cut))
+        return TensorPart(name, shape, (slice(None), *index), view=view, interleaved_heads=turned)
+
+    return part(0, others, 0), part(others, size, heads or 1)
 
 
 def _matrix(name: str, rows: int, layout: Layout) -> TensorPart:
@@ -230,7 +272,8 @@ def _moe(m: MoeSpec, d: int, names: dict[str, str]) -> Iterator[tuple[str, Parts
         yield from _dense("mlp.experts.gate_up", gate_up, d, m.bias)
         yield from _dense("mlp.experts.down", of_experts("expert_down", d, ()), m.ffn, m.bias)
     if m.shared_ffn is not None:
-        yield "mlp.shared.gate", (TensorPart(f"{names['shared_mix']}.weight", (1, d)),)
+        if m.shared_gate:
+            yield "mlp.shared.gate", (TensorPart(f"{names['shared_mix']}.weight", (1, d)),)
         yield from _gated("mlp.shared", Layout(names), "shared_", m.shared_ffn, d, False)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from lmjax.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec, NormSpec
+from lmjax.models.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MoeSpec, NormSpec
 from lmjax.nn.norm import LayerNorm
 from lmjax.nn.packing import Packing
 from lmjax.nn.weight import Dense, Quantized
@@ -35,6 +35,21 @@ class AttentionParams:
 
 
 @struct.dataclass
+class LatentParams:
+    """Of attention over latent vectors (``models.latent``): C + R features a token, Q + R of a query, V of a value."""
+
+    norm: Any  # [D]
+    q_up: Dense  # [N, Q + R, rank of q_down, or D]
+    kv_down: Dense  # [C + R, D]
+    kv_norm: Any  # [C]
+    kv_up: Any  # [N, Q + V, C]  of each head: what makes its keys, its values
+    o: Dense  # [D, N * V]
+    q_down: Dense | None = None  # [rank, D]
+    q_norm: Any = None  # [rank]
+    post_norm: Any = None  # [D]
+
+
+@struct.dataclass
 class MlpParams:
     norm: Any  # [D]
     gate_up: Dense  # [2, F, D]; without a gate [1, F, D]
@@ -50,7 +65,7 @@ class ExpertParams:
 
 @struct.dataclass
 class SharedExpertParams:
-    gate: Any  # [1, D]
+    gate: Any  # [1, D], or None
     gate_up: Dense  # [2, F, D]
     down: Dense  # [D, F]
 
@@ -62,12 +77,13 @@ class MoeParams:
     experts: ExpertParams
     shared: SharedExpertParams | None = None
     router_bias: Any = None  # [E]
+    choice_bias: Any = None  # float32 [E]
     post_norm: Any = None  # [D]
 
 
 @struct.dataclass
 class LayerParams:
-    attn: AttentionParams
+    attn: AttentionParams | LatentParams
     mlp: MlpParams | MoeParams
 
 
@@ -141,8 +157,10 @@ def _norm(norm: NormSpec, size: int) -> Any:
     return LayerNorm(one, ParamSpec((size,), ("embed",), "zeros") if norm.bias else None)
 
 
-def _attention(layer: LayerSpec, d: int) -> AttentionParams:
+def _attention(layer: LayerSpec, d: int) -> AttentionParams | LatentParams:
     a = layer.attention
+    if a.latent is not None:
+        return _latent(layer, a.latent, d)
     qkv = (a.kv_heads, a.heads // a.kv_heads + 2, a.head_dim)
     qkv_axes = ("kv_heads", None, None)
     q_norm, k_norm = _head_norms(a)
@@ -153,6 +171,26 @@ def _attention(layer: LayerSpec, d: int) -> AttentionParams:
         q_norm=q_norm,
         k_norm=k_norm,
         sinks=ParamSpec((a.heads,), ("heads",)) if a.sinks else None,
+        post_norm=_norm(layer.norm, d) if layer.post_norm else None,
+    )
+
+
+def _latent(layer: LayerSpec, m: LatentSpec, d: int) -> LatentParams:
+    """Heads are spread over devices; what makes the latent vectors is on each of them, as the vectors are."""
+    a = layer.attention
+
+    def down(rank: int) -> Dense:
+        return _dense((rank,), d, (None,), "embed", m.bias)
+
+    return LatentParams(
+        norm=_norm(layer.norm, d) if layer.pre_norm else None,
+        q_down=None if m.q_rank is None else down(m.q_rank),
+        q_norm=None if m.q_rank is None else ParamSpec((m.q_rank,), (None,), "ones"),
+        q_up=_dense((a.heads, m.nope_dim + m.rope_dim), m.q_rank or d, ("heads", None), "embed", False),
+        kv_down=down(m.rank + m.rope_dim),
+        kv_norm=ParamSpec((m.rank,), (None,), "ones"),
+        kv_up=ParamSpec((a.heads, m.nope_dim + m.value_dim, m.rank), ("heads", None, None)),
+        o=_dense((d,), a.num_values, ("embed",), "heads", a.o_bias),
         post_norm=_norm(layer.norm, d) if layer.post_norm else None,
     )
 
@@ -187,7 +225,7 @@ def _moe(m: MoeSpec, d: int, norm: Any, post_norm: Any) -> MoeParams:
     shared = None
     if m.shared_ffn is not None:
         shared = SharedExpertParams(
-            gate=ParamSpec((1, d), (None, "embed")),
+            gate=ParamSpec((1, d), (None, "embed")) if m.shared_gate else None,
             gate_up=_dense((2, m.shared_ffn), d, (None, "ffn"), "embed", False),
             down=_dense((d,), m.shared_ffn, ("embed",), "ffn", False),
         )
@@ -201,6 +239,8 @@ def _moe(m: MoeSpec, d: int, norm: Any, post_norm: Any) -> MoeParams:
         ),
         shared=shared,
         router_bias=ParamSpec((m.experts,), (None,), "zeros") if m.bias else None,
+        # scores are told apart by less than bfloat16 has room for
+        choice_bias=ParamSpec((m.experts,), (None,), "zeros", "float32") if m.routing.choice_bias else None,
         post_norm=post_norm,
     )
 
@@ -228,7 +268,7 @@ def init_params(spec: DecoderSpec, dtype: str, seed: int = 0) -> DecoderParams:
 
 def init_param(name: str, p: ParamSpec, dtype: str, seed: int) -> np.ndarray:
     """The dummy values of one parameter."""
-    kind = jnp.dtype(dtype)
+    kind = jnp.dtype(p.dtype or dtype)
     if p.init != "normal":
         return np.full(p.shape, 1 if p.init == "ones" else 0, kind)
     rng = np.random.default_rng([seed, *name.encode()])

@@ -13,13 +13,14 @@ from lmjax.types import KVSpec
 class ScaledPool(NamedTuple):
     """A pool of 1-byte elements: stored number * scale = value."""
 
-    values: jax.Array  # [layers, 2, blocks, K, B, H]
-    scales: jax.Array  # float32 [layers, 2, blocks, K, B]
+    values: jax.Array  # [layers, sides, blocks, K, B, H]
+    scales: jax.Array  # float32 [layers, sides, blocks, K, B]
 
 
 def pool_shape(kv_spec: KVSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """[L, 2, blocks, K, B, H] of one KV group's pool; ``num_blocks`` includes the null block 0."""
-    return (len(kv_spec.layers), 2, num_blocks, kv_spec.kv_heads, block_size, kv_spec.k_dim)
+    """[L, sides, blocks, K, B, H] of one KV group's pool: keys and values, or latent vectors alone. ``num_blocks``
+    includes the null block 0."""
+    return (len(kv_spec.layers), kv_spec.sides, num_blocks, kv_spec.kv_heads, block_size, kv_spec.k_dim)
 
 
 def abstract_pool(kv_spec: KVSpec, num_blocks: int, block_size: int) -> Any:

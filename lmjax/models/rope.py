@@ -156,6 +156,14 @@ def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
+def yarn_scale(config: HfConfig) -> float:
+    """What ``mscale_all_dim`` makes of queries and keys each in DeepSeek's attention, beside cos and sin."""
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    numbers = HfConfig(config.get(field) or {}, prefix=f"{field}.")
+    scale = numbers.number("mscale_all_dim", 0.0)
+    return _mscale(numbers.number("factor"), scale) if scale else 1.0
+
+
 def _longrope(n: HfConfig, dim: int, trained: int, original: int, served: int) -> dict[str, Any]:
     factor = n.number("factor", trained / original)
     inferred = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))

@@ -10,8 +10,20 @@ from typing import Literal
 
 from lmjax.nn.norm import NormSpec
 from lmjax.nn.packing import Packing
+from lmjax.nn.routing import Routing
 
-__all__ = ["AttentionSpec", "DecoderSpec", "LayerSpec", "MlpSpec", "MoeSpec", "NormSpec", "RopeSpec", "group_layers"]
+__all__ = [
+    "AttentionSpec",
+    "DecoderSpec",
+    "LatentSpec",
+    "LayerSpec",
+    "MlpSpec",
+    "MoeSpec",
+    "NormSpec",
+    "RopeSpec",
+    "Routing",
+    "group_layers",
+]
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -41,7 +53,23 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Keys and values of all heads in one vector a token (``models.latent``)."""
+
+    rank: int  # C, of the latent vector
+    rope_dim: int  # R, of the rotary key that all heads share
+    nope_dim: int  # Q, features of a query head that do not rotate
+    value_dim: int  # V, features of a value head
+    q_rank: int | None = None  # of the queries' own latent vector; None: they are made of x
+    bias: bool = False  # of the products that give the latent vectors
+    eps: float = 1e-6  # of the latent vectors' RMSNorms
+    interleaved: bool = True  # in checkpoints the rotary pairs are neighbours
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
+    """With ``latent`` there is one KV head, the stored vector of H = C + R features, which queries are made to fit."""
+
     heads: int  # N
     kv_heads: int  # K
     head_dim: int  # H
@@ -59,10 +87,26 @@ class AttentionSpec:
     clip: float | None = None  # queries, keys and values are clipped at it
     sinks: bool = False  # a learned logit per head in the softmax's denominator
     alibi: tuple[float, ...] = ()  # slopes of all heads of the model: logits += slope * (key - query position)
+    latent: LatentSpec | None = None
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def value_dim(self) -> int:
+        """Features of what attention gives a head, out of the KV pool."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def num_values(self) -> int:
+        """Features of all heads together before the last product."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def flops_per_key(self) -> float:
+        """Of a token that attends to another, over all heads."""
+        return 2.0 * self.heads * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +122,8 @@ class MlpSpec:
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
     """Experts (gated MLPs), of which a router picks ``top_k`` for each token; their outputs are added, each times the
-    router's softmax over all experts. ``shared_ffn``: one more expert for every token, times ``sigmoid(gate(x))``."""
+    router's softmax over all experts, or as ``routing`` has it. ``shared_ffn``: one more expert for every token, times
+    ``sigmoid(gate(x))`` with a ``shared_gate``."""
 
     experts: int  # E
     top_k: int
@@ -86,6 +131,8 @@ class MoeSpec:
     activation: Activation = "silu"
     normalise: bool = False  # the picked experts' weights are divided by their sum
     shared_ffn: int | None = None
+    shared_gate: bool = True
+    routing: Routing = Routing()
     bias: bool = False  # of the router and of every expert's matrices
     # gate and up are clamped at it and the product is gate * sigmoid(1.702 gate) * (up + 1), as in GPT-OSS
     limit: float | None = None

@@ -9,9 +9,10 @@ from jax import lax
 from lmjax.nn.env import Env
 from lmjax.nn.linear import matmul
 from lmjax.nn.mlp import gated_mlp
+from lmjax.nn.routing import Routing, pick
 from lmjax.nn.weight import Dense
 from pallas_kernels.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul import Groups, combine, default_block_rows, grouped_matmul, route
+from pallas_kernels.grouped_matmul import Groups, combine, default_block_rows, group_rows, grouped_matmul, route
 from pallas_kernels.platform import CPU, Target
 
 
@@ -27,13 +28,15 @@ def moe_mlp(
     activation: str,
     first: int | jax.Array = 0,  # where the experts are spread over devices; the results then add up to the whole
     router_bias: jax.Array | None = None,  # [E]
+    choice_bias: jax.Array | None = None,  # float32 [E]
+    routing: Routing = Routing(),
     limit: float | None = None,  # the product is ``clamped_swiglu`` instead
     target: Target = CPU,
 ) -> jax.Array:
     """``sum_e p_e down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e -> [D, T] in x's dtype.
 
-    p: softmax of the router over all E experts, divided by the sum of those picked if ``normalise``. Float32
-    throughout but for the operands of the products. Source: Mixtral of Experts (Jiang et al., 2024).
+    p: softmax of the router over all E experts, divided by the sum of those picked if ``normalise``; or as ``routing``
+    has it. Float32 throughout but for the operands of the products. Source: Mixtral of Experts (Jiang et al., 2024).
     """
     tokens, experts = x.shape[1], gate_up.weight.shape[0]
     if target.platform == "cuda":
@@ -43,16 +46,25 @@ def moe_mlp(
     scores = matmul(router, x).T
     if router_bias is not None:
         scores = scores + router_bias.astype(jnp.float32)[None, :]
-    weights, groups = route(
-        scores,
-        num_tokens,
-        top_k=top_k,
-        normalise=normalise,
-        block_rows=default_block_rows(tokens, top_k, router.shape[0], target),
-        first=first,
-        count=experts,
-        target=target,
-    )
+    block_rows = default_block_rows(tokens, top_k, router.shape[0], target)
+    if routing.is_softmax:
+        weights, groups = route(
+            scores,
+            num_tokens,
+            top_k=top_k,
+            normalise=normalise,
+            block_rows=block_rows,
+            first=first,
+            count=experts,
+            target=target,
+        )
+        if routing.factor != 1.0:
+            weights = weights * jnp.float32(routing.factor)
+    else:  # the kernel that routes knows a softmax alone
+        weights, ids = pick(scores, choice_bias, routing, top_k, normalise)
+        real = jnp.arange(tokens, dtype=jnp.int32)[:, None] < num_tokens
+        ids = jnp.where(real, ids - first, -1)
+        groups = group_rows(ids, groups=experts, block_rows=block_rows, target=target)
     if gate_up.bias is None and limit is None:
         h = grouped_matmul(rows, gate_up.weight, groups, activation=activation, target=target)
     else:  # the kernel has no bias: what comes before the product is written out once
@@ -85,9 +97,12 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 
 
 def shared_expert(
-    gate: jax.Array, gate_up: Dense, down: Dense, x: jax.Array, activation: str, target: Target = CPU
+    gate: jax.Array | None, gate_up: Dense, down: Dense, x: jax.Array, activation: str, target: Target = CPU
 ) -> jax.Array:
-    """``sigmoid(gate @ x)`` times a gated MLP: gate [1, D], gate_up [2, F, D], down [D, F], x [D, T] -> [D, T]. Of a
-    share of F the results add up."""
+    """``sigmoid(gate @ x)`` (1 without a gate) times a gated MLP: gate [1, D], gate_up [2, F, D], down [D, F], x [D, T]
+    -> [D, T]. Of a share of F the results add up."""
+    y = gated_mlp(gate_up, down, x, activation, Env(target))
+    if gate is None:
+        return y
     mix = jax.nn.sigmoid(matmul(gate, x))  # float32 [1, T]
-    return (mix * gated_mlp(gate_up, down, x, activation, Env(target)).astype(jnp.float32)).astype(x.dtype)
+    return (mix * y.astype(jnp.float32)).astype(x.dtype)

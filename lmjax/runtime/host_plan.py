@@ -49,7 +49,7 @@ def host_tier(resolved: Resolved, device: Device, num_blocks: tuple[int, ...]) -
     spec, devices = resolved.spec, resolved.num_devices
     weights = weights_of(spec, resolved.dtype, resolved.degree)
     operations, bandwidth = _SPEED["gpu" if resolved.platform == "gpu" else "cpu"]
-    width = spec.stages * sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
+    flops = spec.stages * sum(layer.attention.flops_per_key for layer in spec.layers)
     out, back = measure(device, spec.stages, len(num_blocks))
     return HostTierInfo(
         num_blocks=num_blocks,
@@ -58,5 +58,5 @@ def host_tier(resolved: Resolved, device: Device, num_blocks: tuple[int, ...]) -
         in_seconds=back,
         step_seconds=weights.bytes_read(1) / bandwidth,
         token_seconds=weights.flops(1, 0) / operations,
-        pair_seconds=4.0 * width / devices / operations,
+        pair_seconds=flops / devices / operations,
     )

@@ -24,7 +24,7 @@ from lmjax.runtime.plan_costs import Step, Weights, bytes_per_device, roofline, 
 from lmjax.runtime.plan_layers import Cut, cut, scale
 from lmjax.runtime.platform import no_compilation_cache
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
-from lmjax.runtime.resolve import ProgramMemory, Resolved, make_spec, resolve, spread_spec, step_bytes
+from lmjax.runtime.resolve import ProgramMemory, Resolved, attention_bodies, make_spec, resolve, spread_spec, step_bytes
 from lmjax.weights.source import ModelSource
 
 MOST_DEVICES = 64
@@ -72,6 +72,7 @@ class Plan:
     degree: Degree
     dtype: str
     kv_dtype: str
+    attention: tuple[str, ...]  # by KV group: "triton", "mosaic" or "xla"
     block_size: int
     usable: int
     reserve: int
@@ -157,6 +158,7 @@ def _plan(deployment: Deployment, length: int | None, tell: Tell) -> Plan:
         degree=deployment.degree,
         dtype=resolved.dtype,
         kv_dtype=resolved.kv_specs[0].dtype,
+        attention=attention_bodies(resolved),
         block_size=deployment.config.block_size,
         usable=usable,
         reserve=reserve,

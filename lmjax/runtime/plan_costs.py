@@ -57,8 +57,10 @@ def weights_of(spec: DecoderSpec, dtype: str, degree: Degree) -> Weights:
         count = math.prod(param.shape) // num_shares(places[name], sizes)
         size = count * jnp.dtype(param.dtype or dtype).itemsize
         num_bytes += size
-        if param.dtype is not None:  # of a packed matrix; scales are not counted
-            count = 0 if not name.endswith(".values") else 2 * count if param.dtype == "uint8" else count
+        if name.endswith((".scale", ".zero")):  # of a packed matrix
+            count = 0
+        elif name.endswith(".values") and param.dtype == "uint8":
+            count *= 2
         total += count
         if name == "head" or (name == "embed" and spec.tie_embeddings):
             head += count
@@ -130,7 +132,7 @@ def kv_bytes_read(kv: tuple[KVSpec, ...], context: float) -> float:
 
 def _attention_flops(layer: LayerSpec, context: float) -> float:
     a = layer.attention
-    return 4.0 * a.heads * a.head_dim * min(context, a.window or context)
+    return a.flops_per_key * min(context, a.window or context)
 
 
 def _link_bytes(collective: Collective, devices: int) -> float:

@@ -24,6 +24,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "expert_parallel": plan.degree.expert_parallel,
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.kv_dtype,
+        "attention": plan.attention,
         "memory_bytes": plan.card.memory_bytes,
         "usable_bytes": plan.usable,
         "reserve_bytes": plan.reserve,
@@ -117,6 +118,7 @@ def _pool(plan: Plan) -> list[str]:
         f"KV pool: {gib(pool.num_bytes)} a device, {pool.num_tokens:,} tokens in blocks of {plan.block_size}",
         f"context: up to {pool.max_model_len:,} tokens{cut}",
         f"concurrency: {plan.concurrency:.1f} requests of {plan.length:,} tokens",
+        *(["attention: in XLA form, without a kernel, far from its least time"] if "xla" in plan.attention else []),
     ]
 
 

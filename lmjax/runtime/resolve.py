@@ -154,7 +154,7 @@ def resolve(
         env=env,
         placement=placement,
     )
-    _check_kernels(resolved)
+    attention_bodies(resolved)
     return resolved
 
 
@@ -166,21 +166,24 @@ def spread_spec(spec: DecoderSpec, degree: Degree) -> DecoderSpec:
         raise ConfigError(f"--{error.axis}-parallel-size: {error}") from error
 
 
-def _check_kernels(resolved: Resolved) -> None:
-    """Before anything is loaded or compiled: a case that no kernel serves is told as one line."""
+def attention_bodies(resolved: Resolved) -> tuple[str, ...]:
+    """By KV group, what computes attention: "xla", "triton" or "mosaic". ``ConfigError`` for a case that it does not
+    serve, in one line and before anything is loaded or compiled."""
     spec, env = resolved.spec, resolved.env
     if resolved.placement:  # kernels see one device's share
         spec = resolved.placement.share(spec)
+    found = []
     for kv in resolved.device_kv_specs:
         pool = jax.ShapeDtypeStruct(decoder.pool_shape(kv, 2, resolved.config.block_size), jnp.dtype(kv.dtype))
         heads = spec.layers[kv.layers[0]].attention.heads
         q = jax.ShapeDtypeStruct((1, heads, kv.k_dim), jnp.dtype(resolved.dtype))
         try:
-            choose_attention(q, pool, target=env.target, backend=env.attention)
+            found.append(choose_attention(q, pool, target=env.target, backend=env.attention))
         except NotImplementedError as error:
             if kv.scaled and env.attention == "auto":
                 raise ConfigError(f"--kv-cache-dtype: got {resolved.config.kv_cache_dtype}: {error}") from error
             raise ConfigError(f"--attention-backend: got {env.attention}: {error}") from error
+    return tuple(found)
 
 
 def model_source(config: EngineConfig) -> ModelSource:

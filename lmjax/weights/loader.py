@@ -107,7 +107,8 @@ def load_params(
     def load(name: str, leaves: dict[str, Any]) -> dict[str, jax.Array]:
         shares = wanted[name]
         if name not in kept:
-            arrays = _arrays(shares, partial(_put, checkpoint), DTYPES[dtype])
+            kind = str(next(iter(leaves.values())).dtype or dtype)  # some parameters have a type of their own
+            arrays = _arrays(shares, partial(_put, checkpoint), DTYPES[kind])
             return {own: placed(leaf, shares, arrays) for own, leaf in leaves.items()}
         made = [_packed(checkpoint, share, kept[name]) for share in shares]
         return {

@@ -20,7 +20,7 @@ from lmjax.weights.codes import Codes
 from lmjax.weights.quant import Layout
 
 LEAST_GROUP = 32  # of the kernels: a smaller one is less than a tile of the tensor cores
-MATRIX = re.compile(r"layers\.\d+\.(.+\.)?(qkv|o|gate_up|down)\.weight")
+MATRIX = re.compile(r"layers\.\d+\.(.+\.)?(qkv|o|gate_up|down|q_down|q_up|kv_down)\.weight")
 FIELDS = ("values", "scale", "zero")
 DTYPES: dict[str, Any] = {
     "float32": np.float32,

@@ -211,8 +211,7 @@ def layout_of(params: DecoderParams, spec: DecoderSpec) -> DecoderSpec:
     ``WeightError`` names the first parameter that is missing, has no place or the wrong shape.
     """
     leaves = {name: tuple(x.shape) for name, x in named_leaves(params).items()}
-    embed, first = leaves.get("embed", ()), leaves.get("layers.0.attn.qkv.weight", ())
-    stages = first[0] if len(first) == 5 else 1
+    embed, stages = leaves.get("embed", ()), _num_stages(leaves)
     layers = []
     for i, layer in enumerate(spec.layers[: -(-len(spec.layers) // stages)]):
         a, qkv = layer.attention, leaves.get(f"layers.{i}.attn.qkv.weight", ())
@@ -225,6 +224,12 @@ def layout_of(params: DecoderParams, spec: DecoderSpec) -> DecoderSpec:
     wanted = {name: p.shape for name, p in named_leaves(param_specs(wide)).items()}
     check_shapes(leaves, wanted, "parameter")
     return wide
+
+
+def _num_stages(leaves: dict[str, tuple[int, ...]]) -> int:
+    """By the shape of a matrix that all layers have: [D, in], or [stages, D, in]."""
+    shape = leaves.get("layers.0.attn.o.weight", ())
+    return shape[0] if len(shape) == 3 else 1
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:

@@ -20,6 +20,7 @@ Written = tuple[jax.Array, jax.Array, jax.Array | None]  # q, pool, kv_scales
 def kv_write(
     qkv: jax.Array,  # [K, G + 2, H, T]  of each KV head: its G query heads, its key, its value
     pool: jax.Array,  # [L, 2, blocks, K, B, H]  one KV group: its layers, then keys and values
+    # or, where keys are values, too: qkv [K, G + 1, H, T] without values, pool [L, 1, blocks, K, B, H]
     *,
     cos: jax.Array | None,  # float32 [R / 2, T], R <= H rotary features; None: no rotary embedding
     sin: jax.Array | None,
@@ -83,9 +84,13 @@ def choose(
 
     Raises ``NotImplementedError`` where the case needs what the card or the body does not have.
     """
-    name = ("triton" if target.runs_pallas else "xla") if backend == "auto" else backend
+    name: str = backend
+    if backend == "auto":
+        name = "triton" if target.runs_pallas and pool.shape[1] == 2 else "xla"
     if name == "xla":
         return name
+    if pool.shape[1] == 1:
+        raise NotImplementedError(f"the {name} body writes keys and values, not latent vectors: take the xla body")
     if name not in BODIES:
         raise NotImplementedError(f"kv_write has no body named {name!r}: {', '.join(BODIES)}")
     if not target.runs_pallas:
@@ -112,8 +117,11 @@ def _check(
     k_norm: jax.Array | None,
     kv_scales: jax.Array | None,
 ) -> None:
-    if qkv.shape[0] != pool.shape[3] or qkv.shape[2] != pool.shape[5] or qkv.shape[1] < 3:
-        raise ValueError(f"qkv {qkv.shape} [K, G + 2, H, T] does not fit the pool {pool.shape} [L, 2, blocks, K, B, H]")
+    sides = pool.shape[1]
+    if qkv.shape[0] != pool.shape[3] or qkv.shape[2] != pool.shape[5] or qkv.shape[1] < 1 + sides:
+        raise ValueError(
+            f"qkv {qkv.shape} [K, G + {sides}, H, T] does not fit the pool {pool.shape} [L, {sides}, blocks, K, B, H]"
+        )
     if (cos is None) != (sin is None) or (q_norm is None) != (k_norm is None):
         raise ValueError("cos and sin, and q_norm and k_norm, come together")
     if cos is not None and 2 * cos.shape[0] > qkv.shape[2]:

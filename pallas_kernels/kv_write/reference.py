@@ -1,4 +1,4 @@
-"""XLA form of kv_write: one scatter of [T, 2, K, H] rows."""
+"""XLA form of kv_write: one scatter of [T, 2, K, H] rows, or [T, 1, K, H] where keys are values, too."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def kv_write_xla(
     target: Target = CPU,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Same arguments as ``pallas_kernels.kv_write.kv_write``."""
-    kv_heads, group, dim, tokens = qkv.shape[0], qkv.shape[1] - 2, *qkv.shape[2:]
-    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
+    sides = pool.shape[1]
+    kv_heads, group, dim, tokens = qkv.shape[0], qkv.shape[1] - sides, *qkv.shape[2:]
+    q, k, others = qkv[:, :group], qkv[:, group], [qkv[:, i] for i in range(group + 1, group + sides)]
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps, plus_one), rms_norm(k, k_norm, eps, plus_one)
     if cos is not None and sin is not None:
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     q = q.reshape(kv_heads * group, dim, tokens).transpose(2, 0, 1)  # [T, N, H]
-    kv = jnp.stack([k.transpose(2, 0, 1), v.transpose(2, 0, 1)], axis=1)  # [T, 2, K, H]
+    kv = jnp.stack([x.transpose(2, 0, 1) for x in (k, *others)], axis=1)  # [T, 2, K, H]
     # advanced indices on both sides of slices put the token axis first: the updates are [T, 2, K, H] and [T, 2, K]
     if kv_scales is not None:
         kv, scales = quantize(kv, pool.dtype)

@@ -16,6 +16,7 @@ from pallas_kernels.platform import CPU, Backend, Target, tuned
 __all__ = ["choose", "paged_attention"]
 
 MAX_HEAD_DIM = 256
+_NOT_LATENT = "latent vectors, which are keys and values in one, are served by the xla body alone"
 
 
 def paged_attention(
@@ -38,19 +39,24 @@ def paged_attention(
     sinks: jax.Array | None = None,  # float32 [N]  a logit per head that joins the softmax's denominator (GPT-OSS)
     alibi: jax.Array | None = None,  # float32 [N]  slopes: logits += slope * (key position - query position)
     kv_scales: jax.Array | None = None,  # float32 [L, 2, blocks, K, B]  stored number * scale = value (1-byte pools)
+    value_dim: int | None = None,  # the pool is [L, 1, blocks, K, B, H]: a key's first numbers are the value
     one_token_rows: bool = False,  # static; all rows are decode rows, and bits do not depend on how many there are
     target: Target = CPU,
     backend: Backend = "auto",
 ) -> jax.Array:
     """Causal attention: token t of row r attends to positions ``max(0, p - window + 1) .. p`` with p = positions[t].
 
-    Returns [T, N, H] in q's dtype; padding tokens give finite values that nobody reads. Any GQA ratio N / K. Sums are
-    float32. Work follows the contexts, not the width of the table; what lies in unused places of the pool, NaN too,
-    never shows. Raises ``NotImplementedError`` where the body that ``choose`` picks cannot serve the case.
+    Returns [T, N, H], or [T, N, value_dim], in q's dtype; padding tokens give finite values that nobody reads. Any GQA
+    ratio N / K. Sums are float32. Work follows the contexts, not the width of the table; what lies in unused places of
+    the pool, NaN too, never shows. Raises ``NotImplementedError`` where the body that ``choose`` picks cannot serve the
+    case.
     """
     if (pool.dtype.itemsize == 1) != (kv_scales is not None):
         raise ValueError(f"kv_scales belong to 1-byte pools and only to them; the pool is {pool.dtype}")
+    if pool.shape[1] != (2 if value_dim is None else 1):
+        raise ValueError(f"value_dim {value_dim} does not belong to a pool {pool.shape} [L, sides, blocks, K, B, H]")
     body = choose(q, pool, target=target, backend=backend, alibi=alibi is not None)
+    how: dict[str, Any] = {} if value_dim is None else {"value_dim": value_dim}  # of the one body that has it
     return BODIES[body](
         q,
         pool,
@@ -72,6 +78,7 @@ def paged_attention(
         kv_scales=kv_scales,
         one_token_rows=one_token_rows,
         target=target,
+        **how,
     )
 
 
@@ -100,12 +107,13 @@ def choose(
 ) -> str:
     """The name of the body in ``BODIES`` that serves this case; only shapes and dtypes of q and pool are read.
 
-    "auto" takes XLA on a CPU and Triton on a card, or Mosaic where a card has shown it faster (``tuned``). Raises
-    ``NotImplementedError`` where the case needs what the card or the body does not have.
+    "auto" takes XLA on a CPU and Triton on a card, or Mosaic where a card has shown it faster (``tuned``); where keys
+    are values, too (a pool [L, 1, ...]), it is XLA: no kernel is written for them. Raises ``NotImplementedError`` where
+    the case needs what the card or the body does not have.
     """
     name: str = backend
     if backend == "auto":
-        name = "triton" if target.runs_pallas else "xla"
+        name = "triton" if target.runs_pallas and pool.shape[1] == 2 else "xla"
         best = (tuned("paged_decode", target, decode_case(pool)) or {}).get("body")
         if name == "triton" and best == "mosaic" and _mosaic_lacks(q, pool, target, alibi) is None:
             name = best
@@ -125,6 +133,8 @@ def _pallas_lacks(
     q: jax.ShapeDtypeStruct | jax.Array, pool: jax.ShapeDtypeStruct | jax.Array, target: Target
 ) -> str | None:
     """Why no Pallas body can serve this, or None."""
+    if pool.shape[1] == 1:
+        return _NOT_LATENT
     if not target.runs_pallas:
         return "it needs an NVIDIA card of compute capability 8.0 or above"
     if q.shape[-1] > MAX_HEAD_DIM:
@@ -146,6 +156,8 @@ def _mosaic_lacks(
     q: jax.ShapeDtypeStruct | jax.Array, pool: jax.ShapeDtypeStruct | jax.Array, target: Target, alibi: bool
 ) -> str | None:
     """Why the Mosaic body cannot serve this, or None."""
+    if pool.shape[1] == 1:
+        return _NOT_LATENT
     if target.platform != "cuda" or target.capability != (9, 0):
         return "it needs a card of compute capability 9.0"
     if pool.dtype != q.dtype or pool.dtype not in (jnp.bfloat16, jnp.float16):

@@ -32,10 +32,11 @@ class _Logits(NamedTuple):
     sinks: jax.Array | None  # float32 [K, G]
     alibi: jax.Array | None  # float32 [K, G]
     kv_scales: jax.Array | None  # float32 [L, 2, blocks, K, B]
+    value_dim: int  # of a value; of a pool that holds keys alone it is their first numbers
 
 
 class _Softmax(NamedTuple):
-    """Running maximum and sum [..., Q], accumulated values [..., Q, H]."""
+    """Running maximum and sum [..., Q], accumulated values [..., Q, V]."""
 
     top: jax.Array
     total: jax.Array
@@ -55,7 +56,8 @@ def _absorb(
     soft_cap: float | None,
     bias: jax.Array | None,
 ) -> _Softmax:
-    """q [X, K, Q, H]; k, v [X, K, C, H]; seen bool [X, Q or 1, C], None: all is; bias float32 [X, K, Q, C]."""
+    """q [X, K, Q, H]; k [X, K, C, H]; v [X, K, C, V]; seen bool [X, Q or 1, C], None: all is; bias float32
+    [X, K, Q, C]."""
     s = jnp.einsum("xkqh,xkch->xkqc", q, k, preferred_element_type=jnp.float32)
     if soft_cap is not None:
         s = jnp.float32(soft_cap) * jnp.tanh(s / jnp.float32(soft_cap))
@@ -82,10 +84,9 @@ def _result(state: _Softmax, sinks: jax.Array | None) -> jax.Array:
     return state.acc / jnp.maximum(state.total, jnp.float32(1e-30))[..., None]
 
 
-def _gather(
-    pool: jax.Array, scales: jax.Array | None, layer: int | jax.Array, blocks: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """blocks int32 [X, C] -> keys and values, float32 [X, K, C * B, H]."""
+def _gather(pool: jax.Array, logits: _Logits, layer: int | jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """blocks int32 [X, C] -> keys float32 [X, K, C * B, H] and values [X, K, C * B, V]."""
+    scales = logits.kv_scales
     rows, count = blocks.shape
 
     def take(which: int) -> jax.Array:
@@ -94,7 +95,8 @@ def _gather(
             x = x * scales[layer, which, blocks][..., None]
         return jnp.moveaxis(x, 2, 1).reshape(rows, pool.shape[3], count * pool.shape[4], pool.shape[5])
 
-    return take(0), take(1)
+    keys = take(0)
+    return keys, take(1) if pool.shape[1] == 2 else keys[..., : logits.value_dim]
 
 
 def _seen(positions: jax.Array, first: jax.Array, count: int, window: int | None) -> jax.Array:
@@ -127,14 +129,14 @@ def _decode(
     logits: _Logits,
     count: int | None = None,
 ) -> jax.Array:
-    """q [X, K, G, H] scaled; tables int32 [X, P]; positions int32 [X], -1: nothing to do. Returns [X, K, G, H].
+    """q [X, K, G, H] scaled; tables int32 [X, P]; positions int32 [X], -1: nothing to do. Returns [X, K, G, V].
     ``count``: KV blocks taken in at once, None: by the number of rows."""
     rows, block = q.shape[0], pool.shape[4]
     count = count or max(1, min(8, GATHER // rows))
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
 
     def body(j: jax.Array, state: _Softmax) -> _Softmax:
-        k, v = _gather(pool, logits.kv_scales, layer, lax.dynamic_slice_in_dim(tables, j * count, count, 1))
+        k, v = _gather(pool, logits, layer, lax.dynamic_slice_in_dim(tables, j * count, count, 1))
         seen = _seen(positions, j * (count * block), count * block, window)
         bias = None
         if logits.alibi is not None:
@@ -144,7 +146,7 @@ def _decode(
 
     first = jnp.min(jnp.where(positions < 0, jnp.int32(2**30), positions))
     low, high = _chunks(first, jnp.max(positions), count * block, window)
-    return _result(lax.fori_loop(low, high, body, _start(q.shape[:3], q.shape[3])), logits.sinks)
+    return _result(lax.fori_loop(low, high, body, _start(q.shape[:3], logits.value_dim)), logits.sinks)
 
 
 def _few_at_a_time(
@@ -170,12 +172,12 @@ def _few_at_a_time(
         return lax.dynamic_update_slice_in_dim(out, found, first, axis=0)
 
     turns = (num_tokens + jnp.int32(size - 1)) // jnp.int32(size)
-    return lax.fori_loop(jnp.zeros_like(turns), turns, body, jnp.zeros_like(q))
+    return lax.fori_loop(jnp.zeros_like(turns), turns, body, jnp.zeros((*q.shape[:3], logits.value_dim)))
 
 
 def _prefill(
     q: jax.Array,  # [T, K, G, H] scaled
-    out: jax.Array,  # [T, K, G, H]  written where a row has tokens
+    out: jax.Array,  # [T, K, G, V]  written where a row has tokens
     pool: jax.Array,
     layer: int | jax.Array,
     tables: jax.Array,  # int32 [S, P]
@@ -197,7 +199,7 @@ def _prefill(
 
 def _tiles(
     q: jax.Array,  # [T, K, G, H] scaled
-    out: jax.Array,  # [T, K, G, H]  written where a tile has tokens
+    out: jax.Array,  # [T, K, G, V]  written where a tile has tokens
     pool: jax.Array,
     layer: int | jax.Array,
     tables: jax.Array,
@@ -231,7 +233,7 @@ def _tiles(
 
         def body(j: jax.Array, state: _Softmax, size: int, whole: bool) -> _Softmax:
             blocks = lax.dynamic_slice(tables, (row, j * size), (1, size))
-            k, v = _gather(pool, logits.kv_scales, layer, blocks)
+            k, v = _gather(pool, logits, layer, blocks)
             seen = bias = None
             if not whole:
                 seen = jnp.tile(_seen(positions, j * (size * block), size * block, window), (group, 1))[None]
@@ -241,13 +243,13 @@ def _tiles(
             return _absorb(state, qt, k, v, seen, logits.soft_cap, bias)
 
         low, high = _chunks(begin + offset, stop - 1 + offset, count * block, window)
-        state = _start((1, kv_heads, group * tile), dim)
+        state = _start((1, kv_heads, group * tile), logits.value_dim)
         if window is None and tile == TILES[0] and tables.shape[1] >= whole_count:
             wholes = (begin + offset + 1) // (whole_count * block)  # chunks that all of the tile sees to their end
             state = lax.fori_loop(0, wholes, lambda j, state: body(j, state, whole_count, True), state)
             low = wholes * (whole_count // count)
         state = lax.fori_loop(low, high, lambda j, state: body(j, state, count, False), state)
-        o = jnp.moveaxis(_result(state, sinks).reshape(kv_heads, group, tile, dim), 2, 0)
+        o = jnp.moveaxis(_result(state, sinks).reshape(kv_heads, group, tile, -1), 2, 0)
         kept = lax.dynamic_slice_in_dim(out, start, tile, 0)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(ours[:, None, None, None], o, kept), start, 0)
 
@@ -274,6 +276,7 @@ def paged_attention_xla(
     sinks: jax.Array | None = None,
     alibi: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
+    value_dim: int | None = None,
     one_token_rows: bool = False,
     target: Target = CPU,
 ) -> jax.Array:
@@ -282,15 +285,16 @@ def paged_attention_xla(
     tokens, heads, dim = q.shape
     rows, kv_heads = block_tables.shape[0], pool.shape[3]
     sinks, alibi = (None if x is None else x.reshape(kv_heads, heads // kv_heads) for x in (sinks, alibi))
-    logits = _Logits(soft_cap, sinks, alibi, kv_scales)
+    value_dim = value_dim or dim
+    logits = _Logits(soft_cap, sinks, alibi, kv_scales, value_dim)
     scaled = (q.astype(jnp.float32) * jnp.float32(scale)).reshape(tokens, kv_heads, heads // kv_heads, dim)
     if one_token_rows:
         out = _few_at_a_time(scaled, pool, layer, block_tables[token_rows], positions, num_tokens, window, logits)
-        return out.reshape(tokens, heads, dim).astype(q.dtype)
+        return out.reshape(tokens, heads, value_dim).astype(q.dtype)
     if tokens < 16:  # few tokens: each walks its own blocks, and the tile loop need not be compiled
         real = jnp.arange(tokens, dtype=jnp.int32) < num_tokens
         out = _decode(scaled, pool, layer, block_tables[token_rows], jnp.where(real, positions, -1), window, logits)
-        return out.reshape(tokens, heads, dim).astype(q.dtype)
+        return out.reshape(tokens, heads, value_dim).astype(q.dtype)
     row = jnp.arange(rows, dtype=jnp.int32)
     count = min(rows, tokens)
     decode = _decode(
@@ -302,7 +306,7 @@ def paged_attention_xla(
         window,
         logits,
     )
-    out = jnp.zeros_like(scaled).at[:count].set(decode)
+    out = jnp.zeros((*scaled.shape[:3], value_dim)).at[:count].set(decode)
     lens = jnp.where((row >= num_decode) & (row < num_rows), query_lens, 0)
     out = _prefill(scaled, out, pool, layer, block_tables, query_starts, lens, context_lens, window, logits)
-    return out.reshape(tokens, heads, dim).astype(q.dtype)
+    return out.reshape(tokens, heads, value_dim).astype(q.dtype)

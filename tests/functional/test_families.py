@@ -17,8 +17,9 @@ from tests.models.driver import COMPILER_OPTIONS, params_from
 from tests.models.test_decoder import GOLDENS
 
 compiled = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-# soft caps; QK-norm over all heads, two ropes; layers without rope; ALiBi; sinks, experts with biases
-NAMES = ["gemma2", "olmo3", "cohere2", "mpt", "gpt_oss"]
+# soft caps; QK-norm over all heads, two ropes; layers without rope; ALiBi; sinks, experts with biases; latent KV and
+# groups of experts (in V2's tiny model a small step makes a token choose others, which no gradient tells)
+NAMES = ["gemma2", "olmo3", "cohere2", "mpt", "gpt_oss", "deepseek_v3"]
 SLOW = ("olmo3", "cohere2")
 
 
@@ -45,8 +46,10 @@ def test_values_and_gradients(name):
     leaves = named_leaves(gradient)
     for kind in dict.fromkeys(_kind(name) for name in leaves):
         norm = np.sqrt(sum(float(jnp.vdot(g, g)) for name, g in leaves.items() if _kind(name) == kind))
+        if kind == "mlp.choice_bias":  # a choice has no gradient
+            assert norm == 0
+            continue
         assert norm > 0, kind
-
         step = 2e-2 / norm
         ends = [float(value(_moved(params, leaves, kind, sign * step / norm))) for sign in (1, -1)]
         assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(norm, rel=0.03), kind

@@ -102,6 +102,9 @@ def test_decode_past_the_window(name):
     assert error(name, 0, np.concatenate(out)) < TOLERANCE
 
 
+HALVES = {"bfloat16": 0.04, "float16": 0.006}
+
+
 @pytest.mark.parametrize(("num_blocks", "block_size", "width"), [(40, 1, 37), (5, 16, 5), (300, 8, 64)])
 def test_pool_shapes(num_blocks, block_size, width):
     name = "llama_tied_gqa3"
@@ -110,8 +113,13 @@ def test_pool_shapes(num_blocks, block_size, width):
     assert error(name, 0, np.concatenate(out)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.04), ("float16", 0.006)])
-@pytest.mark.parametrize("name", ["llama_tied_gqa3", "qwen3_bias"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        *((name, dtype, most) for name in ("llama_tied_gqa3", "qwen3_bias") for dtype, most in HALVES.items()),
+        ("deepseek_v2_lite", "float16", 0.02),
+    ],
+)
 def test_half_precision(name, dtype, tolerance):
     driver = Driver(params_of(name, dtype), spec_of(name), dtype=dtype)
     got = driver.step(dict(enumerate(tiny.prompts(name))))
@@ -124,6 +132,10 @@ def test_kv_groups():
     assert [(kv.kind, kv.layers, kv.window) for kv in specs] == [("window", (0, 2), 9), ("full", (1,), None)]
     assert decoder.pool_shape(specs[0], 10, 4) == (2, 2, 10, 1, 4, 16)
     assert specs[0].dtype == "bfloat16"
+    [latent] = decoder.kv_specs(spec_of("deepseek_v3"), "bfloat16")
+    assert (latent.kind, latent.layers, latent.window) == ("latent", (0, 1), None)
+    assert decoder.pool_shape(latent, 10, 4) == (2, 1, 10, 1, 4, 20 + 8)
+    assert latent.bytes_per_token() == 2 * (20 + 8) * 2
 
 
 def test_padding_is_finite_and_reaches_nobody():
@@ -136,7 +148,7 @@ def test_padding_is_finite_and_reaches_nobody():
     assert error(name, 0, driver.step({0: tiny.prompts(name)[0]})[0]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama_tied_gqa3", "qwen2_layer_types"])
+@pytest.mark.parametrize("name", ["llama_tied_gqa3", "qwen2_layer_types", "deepseek_v2_lite"])
 def test_pool_is_updated_in_place(name):
     """Temporary bytes do not grow with the number of blocks: nothing copies the pool."""
     spec, params = spec_of(name), params_of(name)

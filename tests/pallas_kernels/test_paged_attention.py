@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.kv_write import choose as choose_write
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import choose, paged_attention
+from pallas_kernels.platform import Target
 
 
 def dense_attention(q, keys, values, positions, scale, window):
@@ -75,17 +77,50 @@ CASES = {
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 16), (4, 4, 20), (4, 1, 8)])
 @pytest.mark.parametrize("name", CASES)
 def test_matches_dense(name, heads, kv_heads, dim, window):
+    check(name, heads, kv_heads, dim, window)
+
+
+@pytest.mark.parametrize("name", ["mixed", "small prefill"])
+def test_keys_that_are_values(name):
+    """As latent vectors are: a pool of keys alone, whose first numbers are the value."""
+    check(name, 4, 1, 16, None, value_dim=12)
+
+
+def test_no_kernel_serves_keys_that_are_values():
+    q, pool = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 16, 576), (2, 1, 9, 1, 16, 576)))
+    qkv = jax.ShapeDtypeStruct((1, 17, 576, 1), jnp.bfloat16)
+    target = Target("cuda", (9, 0))
+    assert choose(q, pool, target=target) == choose_write(qkv, pool, target=target) == "xla"
+    for backend in ("triton", "mosaic"):
+        with pytest.raises(NotImplementedError, match=f"{backend} body: .*latent vectors.* by the xla body alone"):
+            choose(q, pool, target=target, backend=backend)
+    with pytest.raises(NotImplementedError, match="the triton body writes keys and values, not latent vectors"):
+        choose_write(qkv, pool, target=target, backend="triton")
+    with pytest.raises(ValueError, match="value_dim None does not belong to a pool"):
+        paged_attention(q, pool, **dict.fromkeys(ARGUMENTS))
+
+
+ARGUMENTS = (
+    *("layer", "block_tables", "token_rows", "positions", "query_starts", "query_lens", "context_lens"),
+    *("num_decode", "num_rows", "num_tokens", "scale"),
+)
+
+
+def check(name, heads, kv_heads, dim, window, value_dim=None):
     rows, tokens, max_rows = CASES[name]
     rng = np.random.default_rng(3)
     q, k, v, pool, tables, arrays, token_rows, positions, blocks, offsets, used, layer = make_case(
         rng, rows, heads, kv_heads, dim, 16, tokens, max_rows, 11
     )
+    if value_dim is not None:
+        pool = pool[:, :1]
     scale = dim**-0.5
     num_decode = next((i for i, (_, new) in enumerate(rows) if new > 1), len(rows))
 
     @partial(jax.jit, donate_argnums=1)
     def run(q, pool, k, v):
-        by_head = jnp.concatenate([q.reshape(tokens, kv_heads, -1, dim), k[:, :, None], v[:, :, None]], 2)
+        sides = [k[:, :, None]] if value_dim else [k[:, :, None], v[:, :, None]]
+        by_head = jnp.concatenate([q.reshape(tokens, kv_heads, -1, dim), *sides], 2)
         targets = {"block_ids": jnp.asarray(blocks), "offsets": jnp.asarray(offsets)}
         q, pool, _ = kv_write(by_head.transpose(1, 2, 3, 0), pool, cos=None, sin=None, layer=layer, **targets)
         out = paged_attention(
@@ -103,13 +138,14 @@ def test_matches_dense(name, heads, kv_heads, dim, window):
             num_tokens=jnp.int32(used),
             scale=scale,
             window=window,
+            value_dim=value_dim,
         )
         return out, pool
 
     out, pool_after = run(*(jnp.asarray(x, jnp.float32) for x in (q, pool, k, v)))
     assert np.isfinite(np.asarray(out)[:used]).all()
     for span, query, keys, values, at in arrays["parts"]:
-        want = dense_attention(query, keys, values, at, scale, window)
+        want = dense_attention(query, keys, keys[..., :value_dim] if value_dim else values, at, scale, window)
         np.testing.assert_allclose(np.asarray(out)[span], want, atol=2e-5)
     after = np.asarray(pool_after)
     for t in range(used):

@@ -17,7 +17,7 @@ FAMILIES = (
     *("mixtral:4:ep", "smol:3:tp", "llama:8:tp", "mixtral:8:tp", "qwen2_moe:2:ep", "qwen2_moe:4:tp"),
     *("llama:4x2:tp", "smol:2x3:tp", "mixtral:2x2:ep", "mixtral:4x1:tp", "qwen2_moe:2x2:tp", "qwen2_moe:2x4:ep"),
     # learned positions; norms after; ALiBi; stages of layers that alternate
-    *("gpt2:2x2:tp", "olmo2:2x1:tp", "bloom:2x1:tp", "gpt_oss:2x2:tp"),
+    *("gpt2:2x2:tp", "olmo2:2x1:tp", "bloom:2x1:tp", "gpt_oss:2x2:tp", "deepseek_v3_halves:2x2:tp", "deepseek_v2:2:ep"),
 )
 
 

@@ -14,9 +14,13 @@ from tests.parallel import sharded_forward
 
 CASES = ["llama:8:tp", "smol:3:tp", "mixtral:4:ep", "qwen2_moe:4:tp"]
 MORE = ["llama:2:tp", "mixtral:8:tp", "qwen2_moe:2:ep"]
-# what sharding could break: QK-norm over all heads, KV heads repeated, ALiBi, sinks, experts with biases
-FAMILIES = ["gemma3:4:tp", "olmo2:4:tp", "bloom:2:tp", "gpt_oss:2:tp"]
-OTHERS = ["gpt_oss:2:ep", *(f"{name}:2:tp" for name in tiny_families.FAMILIES if f"{name}:2:tp" not in FAMILIES)]
+# what sharding could break: QK-norm over all heads, KV heads repeated, ALiBi, sinks, experts with biases, latent KV
+FAMILIES = ["gemma3:4:tp", "olmo2:4:tp", "bloom:2:tp", "gpt_oss:2:tp", "deepseek_v3:2:tp"]
+OTHERS = [
+    "gpt_oss:2:ep",
+    "deepseek_v3:2:ep",
+    *(f"{name}:2:tp" for name in tiny_families.FAMILIES if f"{name}:2:tp" not in FAMILIES),
+]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -27,7 +29,7 @@ from tests.runtime.test_equality import check_equal
 from tests.runtime.tiny import tiny_config, tiny_executor
 
 KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
-slow = lambda name: pytest.param(name, marks=pytest.mark.slow)  # noqa: E731
+slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)  # noqa: E731
 
 
 def rounded(x, kind):
@@ -40,6 +42,11 @@ def rounded(x, kind):
 
 def attend_over_rounded(kind, qkv, heads, a, pool, step, index, env):
     """Dense attention of one sequence whose normed and rotated keys, and values, numpy has rounded."""
+    if a.latent:
+        qkv = jnp.concatenate([qkv, qkv[:, -1:]], axis=1)  # the key is the value, too
+        a = replace(a, latent=None, rope=None)
+        o, pool = attend_over_rounded(kind, qkv, heads, a, pool, step, index, env)
+        return o[..., :20], pool
     q, keys = qkv[:, :-2], qkv[:, -2]
     if heads.q_norm is not None:
         norm = a.qk_norm
@@ -55,8 +62,12 @@ def attend_over_rounded(kind, qkv, heads, a, pool, step, index, env):
     return dense_attention(whole, Heads(sinks=heads.sinks), None, 1, a, env), pool
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama_tied_gqa3", "gemma3", *map(slow, ["mistral_window", "gpt_oss", "bloom"])])
+NAMES = ["llama_tied_gqa3", "gemma3"]
+CASES = [*itertools.product(NAMES, KINDS), ("deepseek_v3", "int8")]
+CASES += [slow(name, kind) for name in ("mistral_window", "gpt_oss", "bloom") for kind in KINDS]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_logits(kind, name):
     case = tiny.CASES[name]
     spec = spec_from_hf(case.config, case.max_model_len)

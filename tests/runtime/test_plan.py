@@ -50,6 +50,18 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"] * 4,
 }
 
+LATENT = {
+    **{k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")},
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+
 
 def ignore(message: str) -> None:
     pass
@@ -113,13 +125,19 @@ def no_sampler(monkeypatch):
 @deviceless.skip
 @pytest.mark.parametrize(
     ("config", "devices"),
-    [pytest.param(SMALL, 1, marks=pytest.mark.slow, id="llama"), pytest.param(WINDOWS, 2, id="windows, two cards")],
+    [
+        pytest.param(SMALL, 1, marks=pytest.mark.slow, id="llama"),
+        pytest.param(WINDOWS, 2, id="windows, two cards"),
+        pytest.param(LATENT, 2, marks=pytest.mark.slow, id="latent KV, two cards"),
+    ],
 )
 def test_a_plan_tells_what_the_whole_programs_need(tmp_path, config, devices, no_sampler):
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_logprobs": 0}
     where = deployment(write(tmp_path, config), devices=devices, **settings)
     plan = make_plan(where, None, ignore)
     assert plan.refusal is None and len(plan.programs) == 2
+    assert set(plan.attention) == {"xla" if config is LATENT else "triton"}
+    assert ("attention: in XLA form, without a kernel" in to_text(plan)) == (config is LATENT)
     for name, (memory, counted) in whole_programs(plan, where).items():
         program = next(p for p in plan.programs if p.name == name)
         assert abs(program.temporaries - memory.temp_size_in_bytes) <= max(0.1 * memory.temp_size_in_bytes, 16 * 2**20)
@@ -182,6 +200,7 @@ def fake_plan() -> Plan:
         degree=Degree(),
         dtype="bfloat16",
         kv_dtype="bfloat16",
+        attention=("triton",),
         block_size=16,
         usable=20 * GIB,
         reserve=2 * GIB,

@@ -23,7 +23,7 @@ from lmjax.weights.source import resolve_model
 from tests import tiny
 
 FAMILIES = ("llama_tied_gqa3", "llama_mha_bias", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen2_moe")
-OTHERS = ("phi3", "gpt2", "falcon_new", "gptj", "gpt_oss")
+OTHERS = ("phi3", "gpt2", "falcon_new", "gptj", "gpt_oss", "deepseek_v3")
 GOLDENS = {
     key: value
     for file in ("tiny", "families")

@@ -35,7 +35,10 @@ def equal(got, want):
 
 
 # tensors that hold several parts, in another order or transposed, and parameters that Llama has not
-OTHER_LAYOUTS = ("phi3", "gpt2", "falcon_new", "gptj", "cohere", "stablelm_parallel", "bloom", "gpt_oss", "gemma3")
+OTHER_LAYOUTS = (
+    *("phi3", "gpt2", "falcon_new", "gptj", "cohere", "stablelm_parallel", "bloom", "gpt_oss", "gemma3"),
+    "deepseek_v2",
+)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHER_LAYOUTS])

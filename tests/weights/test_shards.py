@@ -34,6 +34,9 @@ CASES = [
     ("olmo2", 4, False),
     ("gpt_oss", 2, False),
     ("gpt_oss", 4, True),
+    ("deepseek_v2", 2, False),
+    ("deepseek_v3", 4, True),
+    ("deepseek_v3_halves", 2, False),
 ]
 
 
