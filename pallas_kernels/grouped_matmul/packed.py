@@ -98,7 +98,7 @@ def _body(
         row_ok = None if sorted_rows else (row >= 0) & (row < tokens)  # in bounds whatever the routing says
         col = j * tile.block_n + jnp.arange(tile.block_n, dtype=jnp.int32)
         col_ok = col < n if n % tile.block_n else None
-        piece_row = jnp.arange(walk.rows, dtype=jnp.int32)
+        piece_row, pieces = jnp.arange(walk.rows, dtype=jnp.int32), jnp.int32(walk.pieces)
 
         def load_x(k: jax.Array, ok: jax.Array | None) -> jax.Array:
             return _load(x_ref.at[row[:, None], k[None]], _both(row_ok, ok))
@@ -109,7 +109,9 @@ def _body(
 
         def piece(index: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             """Adds what piece ``index`` of K gives, index counting over all runs."""
-            run, inner = index // walk.pieces, (index % walk.pieces) * walk.rows + piece_row
+            run, inner = index, piece_row
+            if walk.pieces > 1:
+                run, inner = lax.div(index, pieces), lax.rem(index, pieces) * walk.rows + piece_row
             k = run * walk.span + inner
             ok = None if walk.exact else (inner < walk.span) & (k < stored)
 
