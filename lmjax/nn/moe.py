@@ -71,16 +71,17 @@ def num_experts(stack: Dense) -> int:
 
 
 def _products(w: Any, x: jax.Array, groups: Groups, *, together: bool = False, **how: Any) -> jax.Array:
-    """``grouped_matmul`` with a weight of any type; ``together``: gate and up [G, 2, N, K] as one matrix [G, 2 N, K]."""
+    """``grouped_matmul`` with a weight of any type; ``together``: gate and up [G, 2, N, K] as one, [G, 2 N, K]."""
     if not isinstance(w, Quantized):
         return grouped_matmul(x, w.reshape(w.shape[0], -1, w.shape[-1]) if together else w, groups, **how)
     values, scale, zero = w.values, w.scale, w.zero
+    count = values.shape[0]
     if not w.packing.group:  # values as plain numbers lie: [G, 2, N, K]
         if together:
-            values, scale = values.reshape(values.shape[0], -1, values.shape[-1]), scale.reshape(scale.shape[0], -1)
+            values, scale = values.reshape(count, -1, values.shape[-1]), scale.reshape(count, -1)
         return grouped_matmul(x, values, groups, scale=scale, **how)
     if together:
-        values, scale, zero = (None if a is None else a.reshape(*a.shape[:2], -1) for a in (values, scale, zero))
+        values, scale, zero = jax.tree.map(lambda a: a.reshape(*a.shape[:2], -1), (values, scale, zero))
     kind: Any = w.packing.kind if w.packing.per_byte == 2 else f"{w.packing.kind}_group"
     return grouped_matmul(x, QuantStack(values, scale, zero, kind), groups, **how)
 

@@ -55,9 +55,8 @@ def packed_spec(
 
     spec = packed(spec, names, layout, lambda p: _shares(p, degree), allowed)
     matrices = [name for name in named_leaves(param_specs(spec)) if is_matrix(name)]
-    rest = len(matrices) + len([name for name in named_leaves(param_specs(spec)) if ".experts." in name])
-    if rest:
-        log.info("%d quantised matrices stay packed; %d become floats", len(packings(spec)), rest)
+    if matrices:
+        log.info("%d quantised matrices stay packed; %d become floats", len(packings(spec)), len(matrices))
     return spec
 
 
@@ -87,8 +86,6 @@ def _check_at_load(spec: DecoderSpec, kind: str, degree: Degree) -> None:
             f"--quantization: got {kind}, but a {spec.model_type} model's matrices are [in, out] in files"
         )
     for name, p in named_leaves(param_specs(spec)).items():
-        if ".experts." in name:
-            raise ConfigError(f"--quantization: got {kind}, but a {spec.model_type} model has experts: not supported")
         shares = _shares(p, degree)
         if is_matrix(name) and fitted(packing, p.shape[-1], shares) is None:
             over = f" on each of {shares} devices" if shares > 1 else ""

@@ -86,7 +86,7 @@ def _body(
 ) -> None:
     zero_ref, out_ref = (refs[0] if has_zero else None), refs[-1]
     tokens = x_ref.shape[0]
-    _, stored, num_parts, n = w_ref.shape
+    stored, num_parts, n = w_ref.shape[1:]
     parts = range(num_parts)
     i, j = pl.program_id(0), pl.program_id(1)
     group = block_groups_ref[i]
