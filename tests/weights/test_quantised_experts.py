@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from lmjax.config import ConfigError
-from lmjax.models.params import named_leaves
+from lmjax.models.params import dotted, named_leaves
+from lmjax.nn.weight import Quantized
 from lmjax.weights.packing import packings
 from tests import tiny
 from tests.models.driver import Driver
@@ -17,11 +20,11 @@ from tests.weights.quantised import LAYOUTS
 from tests.weights.test_quantised import PROMPT, loaded, nearest
 from tests.weights.test_quantised_families import write_mxfp4
 
-# whole groups of 32 in every matrix, one layer
+# whole groups of 32 in every matrix, of 128 in Mixtral's; one layer
 SIZES = {
-    "mixtral": {"intermediate_size": 64},
+    "mixtral": {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []},
-    "gpt_oss": {"intermediate_size": 64, "layer_types": ["full_attention"]},
+    "gpt_oss": {"intermediate_size": 96, "layer_types": ["full_attention"]},
 }
 
 
@@ -37,32 +40,70 @@ def write(path, config, tensors):
     return path
 
 
+def numbers(w, experts):
+    """float64 [*out, in] (of experts [E, *out, in]) that a packed weight stands for, from the description of its type:
+    a number is its code, less the zero, times the scale of its input feature and output feature."""
+    p, values, scale = w.packing, np.asarray(w.values), np.asarray(w.scale)
+    if experts and not p.group:
+        return values.astype(np.float64) * scale.astype(np.float64)[..., None]
+    at = 1 if experts else 0
+    values = np.moveaxis(values, at, -1)
+    if p.kind in ("int4", "mxfp4"):
+        halves = values.reshape(*values.shape[:-1], -1, p.group // 2)
+        values = np.concatenate([halves & 15, halves >> 4], axis=-1).reshape(*values.shape[:-1], -1)
+    if p.kind == "mxfp4":
+        values, scale = values.view(ml_dtypes.float4_e2m1fn), 2.0 ** (scale.astype(np.float64) - 127)
+
+    def of_features(a):
+        a = a.astype(np.float64)
+        return np.repeat(np.moveaxis(a, at, -1), p.group, axis=-1) if p.group else a[..., None]
+
+    zero = 8.0 if p.kind == "int4" and w.zero is None else 0.0 if w.zero is None else of_features(np.asarray(w.zero))
+    return (values.astype(np.float64) - zero) * of_features(scale)
+
+
+def check_numbers(params, want):
+    """All packed weights of a tree against the leaves of another by name; how many there are."""
+    found = jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))
+    packed = {dotted(path): leaf for path, leaf in found if isinstance(leaf, Quantized)}
+    for name, leaf in packed.items():
+        np.testing.assert_allclose(numbers(leaf, ".experts." in name), want[name], rtol=2e-6, atol=1e-7, err_msg=name)
+    return len(packed)
+
+
 def same_logits(got, want):
     """Of (parameters, spec): within a thousandth of the largest."""
     wanted = Driver(*want).step({"a": PROMPT})["a"]
     assert np.abs(Driver(*got).step({"a": PROMPT})["a"] - wanted).max() <= 1e-3 * np.abs(wanted).max()
 
 
-CASES = [("mixtral", "int4"), ("qwen2_moe", "fp8"), ("gpt_oss", "int4"), ("gpt_oss", "int8")]
-MORE = [(f, k) for f in SIZES for k in ("int8", "fp8", "int4") if (f, k) not in CASES]
-
-
-@pytest.mark.parametrize(("family", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("family", SIZES)
 def test_at_load(family, kind, tmp_path):
-    """The nearest values of the grid, matrix by matrix; packed they give the same logits."""
+    """The nearest values of the grid, matrix by matrix, as floats and packed."""
     config = config_of(family)
     path = write(tmp_path / "plain", config, tiny.tensors(family, config))
-    floats, dense = named_leaves(loaded(path)[0]), loaded(path, quantization=kind)
-    for name, leaf in named_leaves(dense[0]).items():
+    floats, dense = named_leaves(loaded(path)[0]), named_leaves(loaded(path, quantization=kind)[0])
+    for name, leaf in dense.items():
         want = np.asarray(floats[name], np.float64)
         if name.startswith("layers.") and name.endswith(".weight"):
             want = nearest(want, kind)
         np.testing.assert_allclose(leaf, want, rtol=2e-6, atol=1e-7, err_msg=name)
-    packed = loaded(path, quantization=kind, quantized_weights="packed")
-    kept = packings(packed[1])
-    assert {p.kind for p in kept.values()} == {kind} and len(kept) == (6 if family == "qwen2_moe" else 4)
-    assert {"layers.0.mlp.experts.gate_up.weight", "layers.0.mlp.experts.down.weight"} <= set(kept)
-    same_logits(packed, dense)
+    params, spec = loaded(path, quantization=kind, quantized_weights="packed")
+    assert {p.kind for p in packings(spec).values()} == {kind}
+    assert check_numbers(params, dense) == len(packings(spec)) == (6 if family == "qwen2_moe" else 4)
+    assert {f"layers.0.mlp.experts.{part}.weight" for part in ("gate_up", "down")} <= set(packings(spec))
+
+
+SOME = [("mixtral", "int4"), ("gpt_oss", "int8")]
+MORE = [(f, k) for f in SIZES for k in ("int8", "fp8", "int4") if (f, k) not in SOME]
+
+
+@pytest.mark.parametrize(("family", "kind"), [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+def test_logits(family, kind, tmp_path):
+    config = config_of(family)
+    path = write(tmp_path / "plain", config, tiny.tensors(family, config))
+    same_logits(loaded(path, quantization=kind, quantized_weights="packed"), loaded(path, quantization=kind))
 
 
 def test_at_load_of_whole_groups_only(tmp_path):
@@ -74,24 +115,22 @@ def test_at_load_of_whole_groups_only(tmp_path):
         loaded(path, quantization="int4")
 
 
-PACKED = {"awq-g64": "int4", "fp8-block": "fp8", "ct-w8a8": "int8", "gptq-4-g64-act-order": None}
-MORE_PACKED = {
+PACKED = {
+    "awq-g64": "int4",
+    "fp8-block": "fp8",
+    "ct-w8a8": "int8",
     "gptq-4-g128-sym": "int4",
     "gptq-8-g64-sym": "int8",
     "ct-w4a16-g32-asym": "int4",
     "ct-fp8-channel": "fp8",
+    "gptq-4-g32-act-order": None,
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [*PACKED.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_PACKED.items())],
-)
-def test_layouts(name, kind, tmp_path):
-    """Mixtral with every expert's matrices written in a layout. None: no weight type fits, floats."""
+def write_layout(folder, name):
+    """Mixtral with every expert's matrices in a layout, and its floats."""
     layout, rng = LAYOUTS[name], np.random.default_rng(2)
-    config = config_of("mixtral", hidden_size=128, intermediate_size=256, head_dim=32)
-    stored, floats = {}, {}
+    config, stored, floats = config_of("mixtral"), {}, {}
     for tensor, w in tiny.tensors("mixtral", config).items():
         module = tensor.removesuffix(".weight")
         if ".experts." in tensor or module.endswith("_proj"):
@@ -100,28 +139,49 @@ def test_layouts(name, kind, tmp_path):
             floats[tensor] = matrix.floats.astype(np.float32)
         else:
             stored[tensor] = floats[tensor] = w
-    # the router is no Linear to some quantisers, and named to others
-    ignore = {"modules_to_not_convert": ["gate", "lm_head"]} if "modules_to_not_convert" in layout.config else {}
-    ignore = {"ignore": ["re:.*gate$", "lm_head"]} if "ignore" in layout.config else ignore
-    path = write(tmp_path / "stored", config | {"quantization_config": layout.config | ignore}, stored)
-    plain = loaded(write(tmp_path / "plain", config, floats))
-    for leaf, got in named_leaves(loaded(path)[0]).items():
-        np.testing.assert_allclose(got, named_leaves(plain[0])[leaf], rtol=2e-6, atol=1e-7, err_msg=leaf)
-    packed = loaded(path, quantized_weights="packed")
-    assert [p.kind for p in packings(packed[1]).values()] == ([] if kind is None else [kind] * 4)
-    if kind is not None:
-        same_logits(packed, plain)
+    settings = {"quantization_config": layout.config}
+    return write(folder / "stored", config | settings, stored), write(folder / "plain", config, floats)
+
+
+@pytest.mark.parametrize(("name", "kind"), PACKED.items())
+def test_layouts(name, kind, tmp_path):
+    """None: no weight type fits, floats."""
+    stored, plain = write_layout(tmp_path, name)
+    want = named_leaves(loaded(plain)[0])
+    for leaf, got in named_leaves(loaded(stored)[0]).items():
+        np.testing.assert_allclose(got, want[leaf], rtol=2e-6, atol=1e-7, err_msg=leaf)
+    params, spec = loaded(stored, quantized_weights="packed")
+    assert [p.kind for p in packings(spec).values()] == ([] if kind is None else [kind] * 4)
+    assert check_numbers(params, want) == (0 if kind is None else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, kind in PACKED.items() if kind])
+def test_logits_of_layouts(name, tmp_path):
+    stored, plain = write_layout(tmp_path, name)
+    same_logits(loaded(stored, quantized_weights="packed"), loaded(plain))
 
 
 def test_mxfp4_stays_packed(tmp_path):
-    """GPT-OSS's experts keep their codes and exponents, byte by byte: 4.25 bits a number."""
-    plain, path = write_mxfp4(tmp_path, config_of("gpt_oss"))
-    packed = loaded(path, quantized_weights="packed")
-    assert {name: p.kind for name, p in packings(packed[1]).items()} == {
+    """GPT-OSS's experts keep their codes and exponents: 4.25 bits a number."""
+    plain, stored = write_mxfp4(tmp_path, config_of("gpt_oss"))
+    (params, spec), want = loaded(stored, quantized_weights="packed"), loaded(plain)
+    assert {name: p.kind for name, p in packings(spec).items()} == {
         f"layers.0.mlp.experts.{part}.weight": "mxfp4" for part in ("gate_up", "down")
     }
-    leaves = named_leaves(packed[0])
-    for part, count in (("gate_up", 4 * 2 * 64 * 64), ("down", 4 * 64 * 64)):
+    leaves = named_leaves(params)
+    for part, count in (("gate_up", 4 * 2 * 96 * 64), ("down", 4 * 64 * 96)):
         sizes = [leaves[f"layers.0.mlp.experts.{part}.weight.{leaf}"].nbytes for leaf in ("values", "scale")]
         assert sizes == [count // 2, count // 32]
-    same_logits(packed, loaded(plain))
+    assert check_numbers(params, named_leaves(want[0])) == 2
+    same_logits((params, spec), want)
+
+
+def test_mxfp4_that_names_what_it_leaves_alone(tmp_path):
+    """As openai/gpt-oss-20b does: patterns of modules, none of them experts."""
+    _, stored = write_mxfp4(tmp_path, config_of("gpt_oss"))
+    config = json.loads((stored / "config.json").read_text())
+    names = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"]["modules_to_not_convert"] = names
+    (stored / "config.json").write_text(json.dumps(config))
+    assert len(packings(loaded(stored, quantized_weights="packed")[1])) == 2
