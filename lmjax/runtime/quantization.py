@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 
@@ -50,7 +51,14 @@ def packed_spec(
         layout = AtLoad(kind, chosen(names), _nothing_is_read)
     assert layout is not None
 
-    def allowed(packing: Packing) -> bool:
+    def allowed(p: ParamSpec, packing: Packing) -> bool:
+        if target.platform == "cuda" and _beyond_offsets(p, packing, degree):
+            if kind is None:
+                return False
+            raise ConfigError(
+                f"--quantization: got {kind}, but the experts of a layer take between 2 and 4 GiB a device, which "
+                "kernels do not index; spread them over more devices (--tensor-parallel-size)"
+            )
         return not (no_fp8 and packing.kind == "fp8")
 
     spec = packed(spec, names, layout, lambda p: _shares(p, degree), allowed)
@@ -77,6 +85,15 @@ def _shares(p: ParamSpec, degree: Degree) -> int:
     """Over how many devices of a stage the input features are spread."""
     axis = p.axes[-1]
     return degree.tp if axis is not None and rules(degree.expert_parallel)[axis] == TP else 1
+
+
+def _beyond_offsets(p: ParamSpec, packing: Packing, degree: Degree) -> bool:
+    """Whether a device's share of a stack of experts has as many bytes as Pallas-Triton's offsets are wrong for."""
+    if "experts" not in p.axes:
+        return False
+    table = rules(degree.expert_parallel)
+    shares = degree.tp if any(axis is not None and table[axis] == TP for axis in p.axes) else 1
+    return 2**31 <= math.prod(p.shape) // packing.per_byte // shares <= 2**32
 
 
 def _check_at_load(spec: DecoderSpec, kind: str, degree: Degree) -> None:

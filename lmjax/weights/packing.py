@@ -58,7 +58,7 @@ def packed(
     names: Names,
     layout: Layout,
     shares: Callable[[ParamSpec], int],
-    allowed: Callable[[Packing], bool],
+    allowed: Callable[[ParamSpec, Packing], bool],
 ) -> DecoderSpec:
     """``spec`` with the packing of each matrix whose tensors (q, k and v) are all stored in one way that fits.
 
@@ -70,7 +70,7 @@ def packed(
             continue
         kinds = {_stored(layout, part) for part in names[parameter]}
         packing = kinds.pop() if len(kinds) == 1 else None
-        if packing is not None and allowed(packing):
+        if packing is not None and allowed(p, packing):
             packing = fitted(packing, p.shape[-1], shares(p))
             layer = layer_of(parameter)
             if packing is not None and layer is not None:
