@@ -1,5 +1,5 @@
-"""Runs on 8 CPU devices: packed experts from files on a mesh. Cases: ``family/kind:tp:how``, how being ``tp``, or ``ep``
-for whole experts a device; ``+`` after it: the logits of a forward, too. Prints the worst error of the logits."""
+"""Runs on 8 CPU devices: packed experts from files on a mesh. Cases: ``family/kind:tp:how``, how being ``tp``, or
+``ep`` for whole experts a device; ``+`` after it: the logits of a forward, too. Prints the worst error of the logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from tests.parallel.sharded_forward import ShardedDriver, work
 from tests.weights.test_quantised_experts import config_of, write
 from tests.weights.test_quantised_families import write_mxfp4
 
-LARGER = {"mixtral": {"num_key_value_heads": 2}, "gpt_oss": {"intermediate_size": 128, "num_key_value_heads": 2}}
+LARGER = {
+    "mixtral": {"num_key_value_heads": 2},
+    "gpt_oss": {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32},
+}
 
 
 def worst_error(family: str, kind: str, tp: int, expert_parallel: bool, forward: bool) -> float:
