@@ -64,7 +64,7 @@ def packed_spec(
     spec = packed(spec, names, layout, lambda p: _shares(p, degree), allowed)
     matrices = [name for name in named_leaves(param_specs(spec)) if is_matrix(name)]
     if matrices:
-        log.info("%d quantised matrices stay packed; %d become floats", len(packings(spec)), len(matrices))
+        log.info("%d matrices of layers are kept quantised, %d are floats", len(packings(spec)), len(matrices))
     return spec
 
 

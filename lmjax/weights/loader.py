@@ -14,19 +14,17 @@ import jax
 import numpy as np
 
 from lmjax.models import names as naming
-from lmjax.models.layout import AS_IT_IS
 from lmjax.models.params import layer_of, map_named, named_leaves, param_specs, with_layer
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.packing import Packing
 from lmjax.weights import packing
 from lmjax.weights.buffers import DTYPES, aligned_empty
 from lmjax.weights.checkpoint import Checkpoint, check, dummy_checkpoint, open_checkpoint, quantized
-from lmjax.weights.codes import Codes
 from lmjax.weights.errors import WeightError
+from lmjax.weights.packed import read_packed
 from lmjax.weights.safetensors import Range, TensorInfo
 from lmjax.weights.shards import Piece, pieces
 from lmjax.weights.source import ModelSource
-from lmjax.weights.streaming import all_finite, not_finite
 
 MOST_THREADS = 8  # more do not read faster from memory or one disk
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
@@ -109,7 +107,8 @@ def load_params(
         if name not in kept:
             arrays = _arrays(shares, partial(_put, checkpoint), DTYPES[dtype])
             return {own: placed(leaf, shares, arrays) for own, leaf in leaves.items()}
-        made = [_packed(checkpoint, share, kept[name], packing.of_experts(name)) for share in shares]
+        experts = packing.of_experts(name)
+        made = [read_packed(checkpoint, share.pieces, share.whole, kept[name], experts) for share in shares]
         return {
             own: placed(leaf, shares, [codes[own.rpartition(".")[2]] for codes in made]) for own, leaf in leaves.items()
         }
@@ -237,39 +236,6 @@ def _arrays(shares: list[_Share], put: Put, dtype: np.dtype) -> list[np.ndarray]
                 seen[key] = place
         out.append(array.reshape(share.shape))
     return out
-
-
-def _packed(checkpoint: Checkpoint, share: _Share, kept: Packing, experts: bool) -> dict[str, np.ndarray]:
-    """The leaves of one share of a matrix that stays quantised."""
-    arrays, at = packing.empty(share.whole, kept), ""
-    latest: tuple[Piece, Codes] | None = None  # what holds several parts is read once: a tensor, or an expert of it
-    parts = [part for piece in share.pieces for part in piece.by_expert()]
-    try:
-        for piece in sorted(parts, key=lambda part: part.rows or (0, 0)):
-            at = piece.name
-            if latest is None or piece.view == AS_IT_IS or (latest[0].name, latest[0].rows) != (at, piece.rows):
-                latest = piece, _codes(checkpoint, piece, kept)
-            codes = latest[1]
-            for name, values in (("values", codes.values), ("scale", codes.scale), ("zero", codes.zero)):
-                if values is not None:
-                    piece.with_columns(values.shape[1]).fill(arrays[name], values)
-        return packing.leaves(arrays, kept, experts)
-    except (ValueError, FloatingPointError) as error:
-        if isinstance(error, WeightError):
-            raise
-        info = checkpoint.infos[at]
-        raise WeightError(info.file, f"tensor {at} cannot be kept as it is stored: {error}") from error
-
-
-def _codes(checkpoint: Checkpoint, piece: Piece, kept: Packing) -> Codes:
-    found = checkpoint.codes.get(piece.name)
-    if found is None:
-        raise ValueError("it is not quantised, the config says it is (modules_to_not_convert)")
-    codes = found.read(piece.rows)
-    assert isinstance(codes, Codes)
-    if not all_finite(codes.scale):
-        raise not_finite(checkpoint.infos[piece.name].file, piece.name)
-    return packing.conform(codes, kept, piece.columns)
 
 
 def _put(checkpoint: Checkpoint, piece: Piece, place: np.ndarray) -> None:

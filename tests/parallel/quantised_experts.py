@@ -1,5 +1,5 @@
 """Runs on 8 CPU devices: packed experts from files on a mesh. Cases: ``family/kind:tp:how``, how being ``tp``, or
-``ep`` for whole experts a device; ``+`` after it: the logits of a forward, too. Prints the worst error of the logits."""
+``ep`` for whole experts a device; ``+`` after it: a forward, too. Prints the worst error of the logits."""
 
 from __future__ import annotations
 
