@@ -110,8 +110,7 @@ def test_no_step_makes_experts_wide(model, kind, tokens, tmp_path):
     assert wide == {}
     calls = [line for line in done.text.splitlines() if "custom-call(" in line]
     assert sum(bool(re.search(rf"(u8|s8|f8e4m3fn)\[{mlp.experts},\d+,\d+,\d+\]", line)) for line in calls) == 2
-    rows = tokens * mlp.top_k + 128 * (mlp.experts + 1)
-    assert done.memory.temp_size_in_bytes < 8 * rows * (2 * f + d) + 2**22
+    assert done.memory.temp_size_in_bytes < 2 * mlp.experts * d * f  # the floats of the smaller stack
 
 
 def float_shapes(text):
