@@ -17,8 +17,10 @@ from lmjax.weights.codes import FP4, Codes, Infos, Stored, within
 from lmjax.weights.errors import WeightError
 from lmjax.weights.quant_fields import check_fields, check_shape, check_stored, is_ignored, names
 from lmjax.weights.safetensors import Range, TensorInfo, read_tensor
+from lmjax.weights.streaming import not_finite
 
 BLOCK = 32
+NAN = 255  # among exponents
 PACKING = Packing("mxfp4", BLOCK, scale_dtype="uint8")
 
 
@@ -63,6 +65,8 @@ def _read(blocks: TensorInfo, scales: TensorInfo, experts: Range | None) -> Code
     first, last = within(experts, blocks.shape[0])
     rows = (last - first) * blocks.shape[1]
     values = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)  # [E, out, blocks, 16, 2]
+    if (exponents == NAN).any():
+        raise not_finite(scales.file, scales.name)
     scale = np.ldexp(np.float32(1), exponents.reshape(rows, -1).astype(np.int32) - 127)
     return Codes(values.reshape(rows, -1).view(FP4), scale)
 

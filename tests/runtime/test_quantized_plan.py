@@ -10,12 +10,14 @@ import re
 import jax
 import pytest
 
+from lmjax.config import ConfigError
 from lmjax.models.params import named_leaves, param_specs
 from lmjax.parallel.split import Degree
 from lmjax.runtime import hlo
 from lmjax.runtime.buckets import ForwardKey
 from lmjax.runtime.plan_costs import weights_of
 from lmjax.runtime.programs import forward_program
+from lmjax.weights.packing import packings
 from tests import deviceless
 from tests.runtime.test_plan import CONFIGS, deployment
 
@@ -84,6 +86,21 @@ def test_no_step_makes_a_weight_wide(kind, tokens, tmp_path):
     wide = {name: size for name, size in sizes.items() if weights & set(size)}
     assert wide == {}
     assert done.memory.temp_size_in_bytes < 2 * d * d + (2 * f + 4 * d) * 4 * tokens
+
+
+@deviceless.skip
+def test_experts_that_offsets_do_not_reach(tmp_path):
+    """Of 2 to 4 GiB a device: refused where they are asked for, else floats."""
+    path = tmp_path / "config.json"
+    config = json.loads((CONFIGS / "mixtral-8x7b.json").read_text()) | {"num_local_experts": 24, "num_hidden_layers": 2}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="got int8, but the experts of a layer take between 2 and 4 GiB a device"):
+        deployment(path, max_model_len=8192, quantization="int8").resolve()
+    assert len(packings(deployment(path, max_model_len=8192, quantization="int4").resolve().spec)) == 8
+    config = json.loads((CONFIGS / "gpt-oss-20b.json").read_text()) | {"num_local_experts": 320}
+    path.write_text(json.dumps(config))
+    kept = packings(deployment(path, max_model_len=8192).resolve().spec)
+    assert len(kept) == 24 and all(name.endswith("experts.down.weight") for name in kept)
 
 
 EXPERTS = [("gpt-oss-20b", None, 64)]

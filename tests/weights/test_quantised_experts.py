@@ -8,11 +8,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from lmjax.config import ConfigError
 from lmjax.models.params import dotted, named_leaves
 from lmjax.nn.weight import Quantized
+from lmjax.weights.errors import WeightError
 from lmjax.weights.packing import packings
 from tests import tiny
 from tests.models.driver import Driver
@@ -185,3 +186,13 @@ def test_mxfp4_that_names_what_it_leaves_alone(tmp_path):
     config["quantization_config"]["modules_to_not_convert"] = names
     (stored / "config.json").write_text(json.dumps(config))
     assert len(packings(loaded(stored, quantized_weights="packed")[1])) == 2
+
+
+@pytest.mark.parametrize("kept", ["packed", "dequantized"])
+def test_mxfp4_with_a_scale_that_is_no_number(kept, tmp_path):
+    _, stored = write_mxfp4(tmp_path, config_of("gpt_oss"))
+    tensors = load_file(stored / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][3, 5, 1] = 255
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(WeightError, match=r"experts\.down_proj_scales has NaN or infinite values"):
+        loaded(stored, quantized_weights=kept)
