@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.gpu_parts.inputs import ragged, tables
 from benchmarks.gpu_parts.session import Session, lower, randoms
-from pallas_kernels.grouped_matmul import combine, grouped_matmul, route
+from pallas_kernels.grouped_matmul import QuantStack, combine, grouped_matmul, route
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quant_matmul import QuantWeight, quant_matmul, quantize_fp8, quantize_int4, quantize_int8
@@ -162,8 +162,14 @@ def _quant(s: Session) -> Iterator[Case]:
 def _grouped(s: Session) -> Iterator[Case]:
     experts, top_k, hidden, ffn = s.pick((16, 2, 1024, 768), (4, 2, 64, 32))
 
-    def matrix(shape: tuple[int, ...], kind: str) -> tuple[jax.Array, jax.Array | None]:
+    def matrix(shape: tuple[int, ...], kind: str) -> tuple[jax.Array | QuantStack, jax.Array | None]:
         deviation = shape[-1] ** -0.5
+        if kind in ("int4", "mxfp4"):
+            (count, *out), runs = shape[:-1], shape[-1] // 32
+            values = randoms((count, shape[-1] // 2, *out), jnp.uint8, 9)
+            if kind == "int4":
+                return QuantStack(values, jnp.full((count, runs, *out), deviation / 5, jnp.bfloat16), None, kind), None
+            return QuantStack(values, jnp.full((count, runs, *out), 120, jnp.uint8), None, kind), None
         if jnp.dtype(kind).itemsize > 1:
             return randoms(shape, kind, 9, deviation), None
         scale = deviation / (70 if kind == "int8" else 1)
@@ -187,3 +193,5 @@ def _grouped(s: Session) -> Iterator[Case]:
     sizes = s.pick([(16, 16), (700, 64), (1500, 128)], [(5, 16)])
     yield from (case(kind, kind, tokens, rows) for kind in _floats(s) for tokens, rows in sizes)
     yield from (case("bfloat16", kind, 16, 16) for kind in s.pick(_one_byte(s), ["int8"]))
+    packed = s.pick([("int4", 16, 16), ("mxfp4", 16, 16), ("mxfp4", 1500, 128)], [("mxfp4", 5, 16)])
+    yield from (case("bfloat16", kind, tokens, rows) for kind, tokens, rows in packed)

@@ -18,7 +18,7 @@ from lmjax.nn.batch import Batch
 from lmjax.nn.env import Env
 from lmjax.nn.linear import linear, summed_linear
 from lmjax.nn.mlp import gated_mlp, plain_mlp
-from lmjax.nn.moe import moe_mlp, shared_expert
+from lmjax.nn.moe import moe_mlp, num_experts, shared_expert
 from lmjax.nn.norm import normed, normed_heads
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
@@ -91,7 +91,7 @@ def _mlp(p: MlpParams | MoeParams, m: MlpSpec | MoeSpec, x: jax.Array, num_token
         top_k=m.top_k,
         normalise=m.normalise,
         activation=m.activation,
-        first=env.first(e.gate_up.weight.shape[0]) if env.spread_experts else 0,
+        first=env.first(num_experts(e.gate_up)) if env.spread_experts else 0,
         router_bias=p.router_bias,
         choice_bias=p.choice_bias,
         routing=m.routing,

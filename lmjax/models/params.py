@@ -140,13 +140,17 @@ def _packed(layer: LayerParams, packing: tuple[tuple[str, Packing], ...]) -> Lay
 
 
 def _quantized(p: ParamSpec, packing: Packing) -> Quantized:
-    """Of a matrix [*out, in]."""
-    out, columns, axes, in_axis = p.shape[:-1], p.shape[-1], p.axes[:-1], p.axes[-1]
-    stored = columns // 2 if packing.kind == "int4" else columns
+    """Of a matrix [*out, in], or experts'."""
+    out, columns, axes = p.shape[:-1], p.shape[-1], p.axes[:-1]
+    at = packing.input_axis(len(p.shape), experts="experts" in axes)
+
+    def with_input(size: int, dtype: str) -> ParamSpec:
+        return ParamSpec((*out[:at], size, *out[at:]), (*axes[:at], p.axes[-1], *axes[at:]), dtype=dtype)
+
     scale = ParamSpec(out, axes, dtype=packing.scale_dtype)
     if packing.group:
-        scale = ParamSpec((columns // packing.group, *out), (in_axis, *axes), dtype=packing.scale_dtype)
-    values = ParamSpec((stored, *out), (in_axis, *axes), dtype=packing.values_dtype)
+        scale = with_input(columns // packing.group, packing.scale_dtype)
+    values = with_input(columns // packing.per_byte, packing.values_dtype)
     return Quantized(values, scale, scale if packing.zero else None, packing)  # type: ignore[arg-type]
 
 

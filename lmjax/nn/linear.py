@@ -49,6 +49,6 @@ def quantized_matmul(w: Quantized, x: jax.Array, env: Env) -> jax.Array:
 
     kind, lead = w.packing.kind, 1 if w.packing.group else 0
     zero = None if w.zero is None else flat(w.zero, lead)
-    grouped = f"{kind}_group" if lead and kind != "int4" else kind
+    grouped = f"{kind}_group" if lead and w.packing.per_byte == 1 else kind
     weight = QuantWeight(flat(w.values, 1), flat(w.scale, lead), zero, grouped)  # type: ignore[arg-type]
     return quant_matmul(x.T, weight, out_dtype=jnp.float32, target=env.target).T

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,9 +12,17 @@ from lmjax.nn.env import Env
 from lmjax.nn.linear import matmul
 from lmjax.nn.mlp import gated_mlp
 from lmjax.nn.routing import Routing, pick
-from lmjax.nn.weight import Dense
+from lmjax.nn.weight import Dense, Quantized
 from pallas_kernels.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul import Groups, combine, default_block_rows, group_rows, grouped_matmul, route
+from pallas_kernels.grouped_matmul import (
+    Groups,
+    QuantStack,
+    combine,
+    default_block_rows,
+    group_rows,
+    grouped_matmul,
+    route,
+)
 from pallas_kernels.platform import CPU, Target
 
 
@@ -38,7 +48,7 @@ def moe_mlp(
     p: softmax of the router over all E experts, divided by the sum of those picked if ``normalise``; or as ``routing``
     has it. Float32 throughout but for the operands of the products. Source: Mixtral of Experts (Jiang et al., 2024).
     """
-    tokens, experts = x.shape[1], gate_up.weight.shape[0]
+    tokens, experts = x.shape[1], num_experts(gate_up)
     if target.platform == "cuda":
         # XLA fuses the norm's last product into the router's matrix product and then makes a kernel of it for us, too
         x = lax.optimization_barrier(x)
@@ -66,12 +76,34 @@ def moe_mlp(
         ids = jnp.where(real, ids - first, -1)
         groups = group_rows(ids, groups=experts, block_rows=block_rows, target=target)
     if gate_up.bias is None and limit is None:
-        h = grouped_matmul(rows, gate_up.weight, groups, activation=activation, target=target)
+        h = _products(gate_up.weight, rows, groups, activation=activation, target=target)
     else:  # the kernel has no bias: what comes before the product is written out once
-        parts = grouped_matmul(rows, gate_up.weight.reshape(experts, -1, rows.shape[1]), groups, target=target)
+        parts = _products(gate_up.weight, rows, groups, together=True, target=target)
         h = _product(_biased(parts, gate_up.bias, groups), activation, limit)
-    y = grouped_matmul(h, down.weight, groups, sorted_rows=True, target=target)
+    y = _products(down.weight, h, groups, sorted_rows=True, target=target)
     return combine(_biased(y, down.bias, groups), weights, groups).T
+
+
+def num_experts(stack: Dense) -> int:
+    """G of matrices [G, ...], packed or not."""
+    weight = stack.weight
+    return (weight.values if isinstance(weight, Quantized) else weight).shape[0]
+
+
+def _products(w: Any, x: jax.Array, groups: Groups, *, together: bool = False, **how: Any) -> jax.Array:
+    """``grouped_matmul`` with a weight of any type; ``together``: gate and up [G, 2, N, K] as one, [G, 2 N, K]."""
+    if not isinstance(w, Quantized):
+        return grouped_matmul(x, w.reshape(w.shape[0], -1, w.shape[-1]) if together else w, groups, **how)
+    values, scale, zero = w.values, w.scale, w.zero
+    count = values.shape[0]
+    if not w.packing.group:  # values as plain numbers lie: [G, 2, N, K]
+        if together:
+            values, scale = values.reshape(count, -1, values.shape[-1]), scale.reshape(count, -1)
+        return grouped_matmul(x, values, groups, scale=scale, **how)
+    if together:
+        values, scale, zero = jax.tree.map(lambda a: a.reshape(*a.shape[:2], -1), (values, scale, zero))
+    kind: Any = w.packing.kind if w.packing.per_byte == 2 else f"{w.packing.kind}_group"
+    return grouped_matmul(x, QuantStack(values, scale, zero, kind), groups, **how)
 
 
 def _biased(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array:

@@ -14,10 +14,11 @@ from lmjax.nn.packing import Packing
 class Quantized:
     """A matrix of few bits, input first: a share of its input or output axes is one of the matrix.
 
-    As ``pallas_kernels.quant_matmul.QuantWeight`` has it, with several output axes.
+    As ``pallas_kernels.quant_matmul.QuantWeight`` has it, with several output axes. Of experts [E, ...]: with groups
+    every matrix like that; else the values are [E, *out, in] and the scales [E, *out].
     """
 
-    values: jax.Array  # [in, *out]; int4: [in / 2, *out]
+    values: jax.Array  # [in, *out]; int4 and mxfp4: [in / 2, *out]
     scale: jax.Array  # [*out]; with groups: [in / group, *out]
     zero: jax.Array | None = None  # as scale
     packing: Packing = struct.field(pytree_node=False, default=Packing("int8"))

@@ -24,8 +24,8 @@ Bound = Literal["memory", "compute", "links"]
 class Weights:
     """One device's share. Numbers of parameters, by how often a step reads and multiplies them.
 
-    ``dense``: once a token; ``head``: once a row that samples; ``experts``: (parameters, top_k / E) a layer, of which
-    a token needs that share; ``looked_up``: the embedding, where it is not the head, too.
+    ``dense``: once a token; ``head``: once a row that samples; ``experts``: (parameters, bytes, top_k / E) a layer, of
+    which a token needs that share; ``looked_up``: the embedding, where it is not the head, too.
     """
 
     total: int
@@ -34,17 +34,17 @@ class Weights:
     dense: int
     dense_bytes: int
     head: int
-    experts: tuple[tuple[int, float], ...]
+    experts: tuple[tuple[int, int, float], ...]
     hidden: int
 
     def flops(self, tokens: int, rows: int) -> float:
-        chosen = sum(n * share for n, share in self.experts)
+        chosen = sum(n * share for n, _, share in self.experts)
         return 2.0 * (tokens * (self.dense + chosen) + rows * self.head)
 
     def bytes_read(self, tokens: int) -> float:
         """An expert is read if any token picks it; picks are taken as independent and even."""
-        used = sum(n * (1 - (1 - share) ** tokens) for n, share in self.experts)
-        return self.dense_bytes + self.item_bytes * (self.head + used + tokens * self.hidden)
+        used = sum(size * (1 - (1 - share) ** tokens) for _, size, share in self.experts)
+        return self.dense_bytes + used + self.item_bytes * (self.head + tokens * self.hidden)
 
 
 def weights_of(spec: DecoderSpec, dtype: str, degree: Degree) -> Weights:
@@ -65,7 +65,7 @@ def weights_of(spec: DecoderSpec, dtype: str, degree: Degree) -> Weights:
         if name == "head" or (name == "embed" and spec.tie_embeddings):
             head += count
         elif ".experts." in name:
-            experts.append((count, _picked(spec, name)))
+            experts.append((count, size, _picked(spec, name)))
         elif name not in ("embed", "positions"):
             dense += count
             dense_bytes += size

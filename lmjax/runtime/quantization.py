@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 
@@ -50,14 +51,20 @@ def packed_spec(
         layout = AtLoad(kind, chosen(names), _nothing_is_read)
     assert layout is not None
 
-    def allowed(packing: Packing) -> bool:
+    def allowed(p: ParamSpec, packing: Packing) -> bool:
+        if target.platform == "cuda" and _beyond_offsets(p, packing, degree):
+            if kind is None:
+                return False
+            raise ConfigError(
+                f"--quantization: got {kind}, but the experts of a layer take between 2 and 4 GiB a device, which "
+                "kernels do not index; spread them over more devices (--tensor-parallel-size)"
+            )
         return not (no_fp8 and packing.kind == "fp8")
 
     spec = packed(spec, names, layout, lambda p: _shares(p, degree), allowed)
     matrices = [name for name in named_leaves(param_specs(spec)) if is_matrix(name)]
-    rest = len(matrices) + len([name for name in named_leaves(param_specs(spec)) if ".experts." in name])
-    if rest:
-        log.info("%d quantised matrices stay packed; %d become floats", len(packings(spec)), rest)
+    if matrices:
+        log.info("%d matrices of layers are kept quantised, %d are floats", len(packings(spec)), len(matrices))
     return spec
 
 
@@ -80,6 +87,15 @@ def _shares(p: ParamSpec, degree: Degree) -> int:
     return degree.tp if axis is not None and rules(degree.expert_parallel)[axis] == TP else 1
 
 
+def _beyond_offsets(p: ParamSpec, packing: Packing, degree: Degree) -> bool:
+    """Whether a device's share of a stack of experts has as many bytes as Pallas-Triton's offsets are wrong for."""
+    if "experts" not in p.axes:
+        return False
+    table = rules(degree.expert_parallel)
+    shares = degree.tp if any(axis is not None and table[axis] == TP for axis in p.axes) else 1
+    return 2**31 <= math.prod(p.shape) // packing.per_byte // shares <= 2**32
+
+
 def _check_at_load(spec: DecoderSpec, kind: str, degree: Degree) -> None:
     packing = KINDS[kind]
     if family_layout(spec).transposed:
@@ -87,8 +103,6 @@ def _check_at_load(spec: DecoderSpec, kind: str, degree: Degree) -> None:
             f"--quantization: got {kind}, but a {spec.model_type} model's matrices are [in, out] in files"
         )
     for name, p in named_leaves(param_specs(spec)).items():
-        if ".experts." in name:
-            raise ConfigError(f"--quantization: got {kind}, but a {spec.model_type} model has experts: not supported")
         shares = _shares(p, degree)
         if is_matrix(name) and fitted(packing, p.shape[-1], shares) is None:
             over = f" on each of {shares} devices" if shares > 1 else ""

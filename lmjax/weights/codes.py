@@ -14,6 +14,7 @@ from lmjax.nn.packing import Packing
 from lmjax.weights.safetensors import Range, TensorInfo
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP4 = np.dtype(ml_dtypes.float4_e2m1fn)  # a byte each
 Infos = dict[str, TensorInfo]
 
 
@@ -21,8 +22,8 @@ Infos = dict[str, TensorInfo]
 class Codes:
     """Rows of a matrix [out, in]: ``(values - zero) * scale``, each group of columns with its own scale and zero.
 
-    ``values``: uint8, int8, float8_e4m3fn, or float32 where they are not evenly spaced. ``groups``: of each column,
-    where they are no equal runs (GPTQ's act-order).
+    ``values``: uint8, int8, float8_e4m3fn, float4_e2m1fn, or float32 where they are not evenly spaced. ``groups``: of
+    each column, where they are no equal runs (GPTQ's act-order).
     """
 
     values: np.ndarray  # [rows, in]
@@ -51,7 +52,11 @@ class Codes:
 @dataclass(frozen=True)
 class Stored:
     """A weight that a checkpoint keeps quantised. ``read(rows)``: those rows of its first axis, None: all; an array
-    where it is no matrix of codes."""
+    where it is no matrix of codes.
+
+    The weight of all experts is a tensor [E, in, out]; its codes are those of the experts' matrices [out, in], one
+    below the other.
+    """
 
     shape: tuple[int, ...]
     tensors: tuple[TensorInfo, ...]
@@ -63,8 +68,11 @@ class Stored:
         return sum(info.size for info in self.tensors)
 
     def dense(self, rows: Range | None = None) -> np.ndarray:
-        found = self.read(rows)
-        return found.dense() if isinstance(found, Codes) else found
+        read = self.read(rows)
+        found = read.dense() if isinstance(read, Codes) else read
+        if len(self.shape) == 3:
+            return np.ascontiguousarray(found.reshape(-1, *self.shape[:0:-1]).swapaxes(1, 2))
+        return found
 
     @property
     def num_values(self) -> int:

@@ -14,19 +14,17 @@ import jax
 import numpy as np
 
 from lmjax.models import names as naming
-from lmjax.models.layout import AS_IT_IS
 from lmjax.models.params import layer_of, map_named, named_leaves, param_specs, with_layer
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.packing import Packing
 from lmjax.weights import packing
 from lmjax.weights.buffers import DTYPES, aligned_empty
 from lmjax.weights.checkpoint import Checkpoint, check, dummy_checkpoint, open_checkpoint, quantized
-from lmjax.weights.codes import Codes
 from lmjax.weights.errors import WeightError
+from lmjax.weights.packed import read_packed
 from lmjax.weights.safetensors import Range, TensorInfo
 from lmjax.weights.shards import Piece, pieces
 from lmjax.weights.source import ModelSource
-from lmjax.weights.streaming import all_finite, not_finite
 
 MOST_THREADS = 8  # more do not read faster from memory or one disk
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
@@ -67,8 +65,8 @@ def load_params(
 
     ``dtype``: float32, bfloat16 or float16; stored values are converted on the host, rounded to nearest even.
     ``load_format``: auto, safetensors, gguf; or dummy: random weights from ``seed``, no file is read.
-    ``quantization``: int8, fp8 or int4 (``quant_load``) of the matrices of the layers. What of them stays packed is in
-    ``spec`` (``LayerSpec.packing``); the rest becomes floats again.
+    ``quantization``: int8, fp8 or int4 (``quant_load``) of the layers' matrices, experts too. What of them stays packed
+    is in ``spec`` (``LayerSpec.packing``); the rest becomes floats again.
     Names, shapes and types of all tensors are checked before the first is read, values (NaN, infinite) as they come;
     ``WeightError`` names file and tensor. Some threads read, a parameter each, straight into its buffer.
     Host memory: the parameters once (on a CPU the device's arrays are these very buffers) plus a few MB a thread; and
@@ -110,7 +108,8 @@ def load_params(
             kind = str(next(iter(leaves.values())).dtype or dtype)  # some parameters have a type of their own
             arrays = _arrays(shares, partial(_put, checkpoint), DTYPES[kind])
             return {own: placed(leaf, shares, arrays) for own, leaf in leaves.items()}
-        made = [_packed(checkpoint, share, kept[name]) for share in shares]
+        experts = packing.of_experts(name)
+        made = [read_packed(checkpoint, share.pieces, share.whole, kept[name], experts) for share in shares]
         return {
             own: placed(leaf, shares, [codes[own.rpartition(".")[2]] for codes in made]) for own, leaf in leaves.items()
         }
@@ -181,7 +180,9 @@ def _shares(
         full = dense[parameter].shape
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
             if parameter in kept:
-                index = _of_matrix(index, leaf.shape, full, stages > 1)
+                lead = 1 if stages > 1 else 0
+                at = lead + kept[parameter].input_axis(len(full) - lead, packing.of_experts(parameter))
+                index = _of_matrix(index, leaf.shape, full, at)
             cut = tuple(entry.indices(n)[:2] for entry, n in zip(index, full, strict=True))
             if cut not in found:
                 shape = tuple(stop - start for start, stop in cut)
@@ -198,14 +199,11 @@ def _shares(
     return out
 
 
-def _of_matrix(
-    index: tuple[slice, ...], shape: tuple[int, ...], full: tuple[int, ...], stacked: bool
-) -> tuple[slice, ...]:
-    """The index into [*out, in] that stands for one into the packed values [in (/ 2), *out]; stages come first."""
-    lead = 1 if stacked else 0
-    start, stop, _ = index[lead].indices(shape[lead])
-    times = full[-1] // shape[lead]
-    return (*index[:lead], *index[lead + 1 :], slice(start * times, stop * times))
+def _of_matrix(index: tuple[slice, ...], shape: tuple[int, ...], full: tuple[int, ...], at: int) -> tuple[slice, ...]:
+    """The index into [*out, in] that stands for one into packed values of ``shape``, whose axis ``at`` is in (/ 2)."""
+    start, stop, _ = index[at].indices(shape[at])
+    times = full[-1] // shape[at]
+    return (*index[:at], *index[at + 1 :], slice(start * times, stop * times))
 
 
 def _stored_bytes(infos: dict[str, TensorInfo] | None, piece: Piece) -> int:
@@ -239,38 +237,6 @@ def _arrays(shares: list[_Share], put: Put, dtype: np.dtype) -> list[np.ndarray]
                 seen[key] = place
         out.append(array.reshape(share.shape))
     return out
-
-
-def _packed(checkpoint: Checkpoint, share: _Share, kept: Packing) -> dict[str, np.ndarray]:
-    """The leaves of one share of a matrix that stays quantised."""
-    arrays, at = packing.empty(share.whole, kept), ""
-    latest: tuple[str, Codes] | None = None  # a tensor that holds several parts is read once
-    try:
-        for piece in share.pieces:
-            at = piece.name
-            if latest is None or piece.view == AS_IT_IS or latest[0] != at:
-                latest = at, _codes(checkpoint, piece, kept)
-            codes = latest[1]
-            for name, values in (("values", codes.values), ("scale", codes.scale), ("zero", codes.zero)):
-                if values is not None:
-                    piece.with_columns(values.shape[1]).fill(arrays[name], values)
-        return packing.leaves(arrays, kept)
-    except (ValueError, FloatingPointError) as error:
-        if isinstance(error, WeightError):
-            raise
-        info = checkpoint.infos[at]
-        raise WeightError(info.file, f"tensor {at} cannot be kept as it is stored: {error}") from error
-
-
-def _codes(checkpoint: Checkpoint, piece: Piece, kept: Packing) -> Codes:
-    found = checkpoint.codes.get(piece.name)
-    if found is None:
-        raise ValueError("it is not quantised, the config says it is (modules_to_not_convert)")
-    codes = found.read(piece.rows)
-    assert isinstance(codes, Codes)
-    if not all_finite(codes.scale):
-        raise not_finite(checkpoint.infos[piece.name].file, piece.name)
-    return packing.conform(codes, kept, piece.columns)
 
 
 def _put(checkpoint: Checkpoint, piece: Piece, place: np.ndarray) -> None:

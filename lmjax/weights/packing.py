@@ -11,13 +11,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from lmjax.models.layout import TensorPart
 from lmjax.models.names import Names
 from lmjax.models.params import ParamSpec, layer_of, named_leaves, param_specs
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.packing import Packing
 from lmjax.weights.buffers import aligned_empty
-from lmjax.weights.codes import Codes
-from lmjax.weights.quant import Layout
+from lmjax.weights.codes import FP4, Codes
+from lmjax.weights.quant import Layout, Stacks
 
 LEAST_GROUP = 32  # of the kernels: a smaller one is less than a tile of the tensor cores
 MATRIX = re.compile(r"layers\.\d+\.(.+\.)?(qkv|o|gate_up|down|q_down|q_up|kv_down)\.weight")
@@ -33,8 +34,13 @@ DTYPES: dict[str, Any] = {
 
 
 def is_matrix(parameter: str) -> bool:
-    """Whether ``nn.linear`` multiplies by it: experts' products have no packed form, embedding and head stay floats."""
-    return MATRIX.fullmatch(parameter) is not None and ".experts." not in parameter
+    """Whether it may be packed: those of layers, experts too; embedding, head and routers stay floats."""
+    return MATRIX.fullmatch(parameter) is not None
+
+
+def of_experts(parameter: str) -> bool:
+    """Whether it is a stack of experts' matrices [E, *out, in]."""
+    return ".experts." in parameter
 
 
 def chosen(names: Names) -> frozenset[str]:
@@ -52,7 +58,7 @@ def packed(
     names: Names,
     layout: Layout,
     shares: Callable[[ParamSpec], int],
-    allowed: Callable[[Packing], bool],
+    allowed: Callable[[ParamSpec, Packing], bool],
 ) -> DecoderSpec:
     """``spec`` with the packing of each matrix whose tensors (q, k and v) are all stored in one way that fits.
 
@@ -60,17 +66,26 @@ def packed(
     """
     found: dict[int, list[tuple[str, Packing]]] = {}
     for parameter, p in named_leaves(param_specs(plain(spec))).items():
-        if not is_matrix(parameter) or names[parameter][0].view.transposed:
+        if not is_matrix(parameter):
             continue
-        kinds = {layout.packing(part.name.removesuffix(".weight"), *part.shape) for part in names[parameter]}
+        kinds = {_stored(layout, part) for part in names[parameter]}
         packing = kinds.pop() if len(kinds) == 1 else None
-        if packing is not None and allowed(packing):
+        if packing is not None and allowed(p, packing):
             packing = fitted(packing, p.shape[-1], shares(p))
             layer = layer_of(parameter)
             if packing is not None and layer is not None:
                 found.setdefault(layer, []).append((parameter.split(".", 2)[2], packing))
     layers = tuple(replace(layer, packing=tuple(found.get(i, ()))) for i, layer in enumerate(spec.layers))
     return replace(spec, layers=layers)
+
+
+def _stored(layout: Layout, part: TensorPart) -> Packing | None:
+    """How a checkpoint keeps a tensor."""
+    if len(part.shape) == 3:
+        return layout.stack(part.name) if isinstance(layout, Stacks) else None
+    if part.view.transposed:
+        return None
+    return layout.packing(part.name.removesuffix(".weight"), *part.shape)
 
 
 def fitted(packing: Packing, columns: int, shares: int) -> Packing | None:
@@ -92,9 +107,10 @@ def conform(codes: Codes, packing: Packing, columns: tuple[int, int] | None) -> 
     """The columns of a matrix's codes with the groups of ``packing``. ValueError: why it cannot be."""
     if codes.groups is not None:
         raise ValueError("its groups are in the order of the activations (g_idx), the config says they are not")
-    wanted = np.dtype(DTYPES[packing.values_dtype])
+    wanted = FP4 if packing.kind == "mxfp4" else np.dtype(DTYPES[packing.values_dtype])
     if codes.values.dtype != wanted:
         raise ValueError(f"it holds {codes.values.dtype}, the config says {wanted}")
+    values = codes.values.view(np.uint8) if wanted == FP4 else codes.values
     zero = codes.zero
     if not packing.zero:
         middle = 8 if packing.kind == "int4" else 0
@@ -103,7 +119,7 @@ def conform(codes: Codes, packing: Packing, columns: tuple[int, int] | None) -> 
         zero = None
     elif zero is None:
         raise ValueError("it has no zeros")
-    width, scale = codes.values.shape[1], codes.scale
+    width, scale = values.shape[1], codes.scale
     if packing.group:
         times, rest = divmod(width // packing.group, scale.shape[1])
         if rest or not times:
@@ -113,10 +129,10 @@ def conform(codes: Codes, packing: Packing, columns: tuple[int, int] | None) -> 
     elif scale.shape[1] != 1:
         raise ValueError(f"it has {scale.shape[1]} groups, the config gives one")
     if columns is None:
-        return Codes(codes.values, scale, zero)
+        return Codes(values, scale, zero)
     first, last = columns
     cut = slice(first // packing.group, last // packing.group) if packing.group else slice(None)
-    return Codes(codes.values[:, first:last], scale[:, cut], None if zero is None else zero[:, cut])
+    return Codes(values[:, first:last], scale[:, cut], None if zero is None else zero[:, cut])
 
 
 def empty(shape: tuple[int, ...], packing: Packing) -> dict[str, np.ndarray]:
@@ -130,28 +146,38 @@ def empty(shape: tuple[int, ...], packing: Packing) -> dict[str, np.ndarray]:
     return arrays | ({"zero": np.zeros((*out, groups), np.float32)} if packing.zero else {})
 
 
-def leaves(arrays: dict[str, np.ndarray], packing: Packing) -> dict[str, np.ndarray]:
+def leaves(arrays: dict[str, np.ndarray], packing: Packing, experts: bool) -> dict[str, np.ndarray]:
     """``Quantized``'s leaves of such arrays. FloatingPointError: a scale beyond its type."""
     out = {}
     for name, array in arrays.items():
-        moved = np.moveaxis(array, -1, 0)
+        at = packing.input_axis(array.ndim, experts)
         if name == "values":
-            moved = _pack(moved, packing.group) if packing.kind == "int4" else moved
+            moved = np.moveaxis(_pack(array, packing.group) if packing.per_byte == 2 else array, -1, at)
         else:
-            moved = _scales(moved if packing.group else moved[0], packing.scale_dtype)
+            moved = _scales(np.moveaxis(array, -1, at) if packing.group else array[..., 0], packing)
         out[name] = aligned_empty(moved.shape, moved.dtype)
         out[name][...] = moved
     return out
 
 
-def _scales(array: np.ndarray, dtype: str) -> np.ndarray:
+def _scales(array: np.ndarray, packing: Packing) -> np.ndarray:
+    if packing.kind == "mxfp4":
+        return exponents(array)
     with np.errstate(over="raise"):
-        return array.astype(DTYPES[dtype])
+        return array.astype(DTYPES[packing.scale_dtype])
+
+
+def exponents(scales: np.ndarray) -> np.ndarray:
+    """uint8, plus 127, of powers of two; 0 for 0, the scale of what no tensor fills. ValueError: they are no such."""
+    mantissa, exponent = np.frexp(scales)
+    if not ((mantissa == 0.5) | (scales == 0)).all():
+        raise ValueError("it has scales that are no powers of two")
+    return np.where(scales == 0, 0, exponent + 126).astype(np.uint8)
 
 
 def _pack(nibbles: np.ndarray, group: int) -> np.ndarray:
-    """uint8 [in, *out] of 0 .. 15 -> [in / 2, *out], as ``quant_matmul`` reads it: of each group the first half in the
+    """uint8 [*out, in] of 0 .. 15 -> [*out, in / 2], as ``quant_matmul`` reads it: of each group the first half in the
     low nibbles, the second in the high ones."""
-    columns, *out = nibbles.shape
-    halves = nibbles.reshape(columns // group, 2, group // 2, *out)
-    return (halves[:, 0] | halves[:, 1] << np.uint8(4)).reshape(columns // 2, *out)
+    *out, columns = nibbles.shape
+    halves = nibbles.reshape(*out, columns // group, 2, group // 2)
+    return (halves[..., 0, :] | halves[..., 1, :] << np.uint8(4)).reshape(*out, columns // 2)

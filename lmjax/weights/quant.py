@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lmjax.models.hf_config import HfConfig
 from lmjax.nn.packing import Packing
@@ -25,6 +25,13 @@ class Layout(Protocol):
     def packing(self, module: str, rows: int, columns: int) -> Packing | None: ...
 
     def harmless(self, name: str) -> bool: ...
+
+
+@runtime_checkable
+class Stacks(Protocol):
+    """A layout that also has tensors of all experts' matrices, [E, in, out]. ``stack``: the packing of one, by name."""
+
+    def stack(self, tensor: str) -> Packing | None: ...
 
 
 LAYOUTS: dict[str, Callable[[HfConfig], Layout]] = {

@@ -40,12 +40,18 @@ class AtLoad:
     def packing(self, module: str, rows: int, columns: int) -> Packing | None:
         return KINDS[self.kind] if f"{module}.weight" in self.chosen else None
 
+    def stack(self, tensor: str) -> Packing | None:
+        return KINDS[self.kind] if tensor in self.chosen else None
+
     def find(self, infos: Infos) -> dict[str, Stored]:
         return {name: self._stored(infos[name]) for name in self.chosen if name in infos}
 
     def _stored(self, info: TensorInfo) -> Stored:
         def read(rows: Range | None) -> Codes:
-            return quantize(float32(self.read_float(info, rows)), self.kind)
+            floats = float32(self.read_float(info, rows))
+            if floats.ndim == 3:  # experts [E, in, out]
+                floats = np.ascontiguousarray(floats.swapaxes(1, 2)).reshape(-1, info.shape[1])
+            return quantize(floats, self.kind)
 
         return Stored(info.shape, (info,), read, KINDS[self.kind])
 

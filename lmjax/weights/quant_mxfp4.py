@@ -13,22 +13,27 @@ import numpy as np
 
 from lmjax.models.hf_config import HfConfig
 from lmjax.nn.packing import Packing
-from lmjax.weights.codes import Infos, Stored
+from lmjax.weights.codes import FP4, Codes, Infos, Stored, within
 from lmjax.weights.errors import WeightError
-from lmjax.weights.quant_fields import check_fields, check_shape, check_stored, names
+from lmjax.weights.quant_fields import check_fields, check_shape, check_stored, is_ignored, names
 from lmjax.weights.safetensors import Range, TensorInfo, read_tensor
+from lmjax.weights.streaming import not_finite
 
 BLOCK = 32
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
+NAN = 255  # among exponents
+PACKING = Packing("mxfp4", BLOCK, scale_dtype="uint8")
 
 
 @dataclass(frozen=True)
 class Mxfp4:
+    ignored: tuple[str, ...] = ()
     name: str = "mxfp4"
 
     def packing(self, module: str, rows: int, columns: int) -> Packing | None:
-        return None  # experts have no packed form
+        return None  # a module of its own is not quantised
+
+    def stack(self, tensor: str) -> Packing | None:
+        return None if is_ignored(tensor, self.ignored) else PACKING
 
     def find(self, infos: Infos) -> dict[str, Stored]:
         found = {}
@@ -46,24 +51,26 @@ class Mxfp4:
                     )
                 check_shape(scales, blocks.shape[:3])
                 experts, out, count, _ = blocks.shape
-                found[stem] = Stored((experts, count * BLOCK, out), (blocks, scales), partial(_read, blocks, scales))
+                found[stem] = Stored(
+                    (experts, count * BLOCK, out), (blocks, scales), partial(_read, blocks, scales), PACKING
+                )
         return found
 
     def harmless(self, name: str) -> bool:
         return False
 
 
-def _read(blocks: TensorInfo, scales: TensorInfo, rows: Range | None) -> np.ndarray:
-    """float32 [experts, in, out]."""
-    packed, exponents = read_tensor(blocks, rows), read_tensor(scales, rows)
-    values = np.stack([VALUES[packed & 15], VALUES[packed >> 4]], axis=-1)  # [E, out, blocks, 16, 2]
-    values = values.reshape(*packed.shape[:3], BLOCK)
-    values = np.ldexp(values, exponents.astype(np.int32)[..., None] - 127)
-    experts, out = packed.shape[:2]
-    return np.ascontiguousarray(values.reshape(experts, out, -1).swapaxes(1, 2))
+def _read(blocks: TensorInfo, scales: TensorInfo, experts: Range | None) -> Codes:
+    packed, exponents = read_tensor(blocks, experts), read_tensor(scales, experts)
+    first, last = within(experts, blocks.shape[0])
+    rows = (last - first) * blocks.shape[1]
+    values = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)  # [E, out, blocks, 16, 2]
+    if (exponents == NAN).any():
+        raise not_finite(scales.file, scales.name)
+    scale = np.ldexp(np.float32(1), exponents.reshape(rows, -1).astype(np.int32) - 127)
+    return Codes(values.reshape(rows, -1).view(FP4), scale)
 
 
 def layout(config: HfConfig) -> Mxfp4:
     check_fields(config, ("modules_to_not_convert",), ("dequantize", "swizzle"))
-    names(config, "modules_to_not_convert")  # what is not quantised has no blocks
-    return Mxfp4()
+    return Mxfp4(names(config, "modules_to_not_convert"))

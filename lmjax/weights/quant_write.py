@@ -95,7 +95,7 @@ def _chosen(config: dict[str, Any], kind: str, infos: dict[str, TensorInfo]) -> 
     parts = [
         part
         for parameter, parts in hf_names(spec_from_hf(config, None)).items()
-        if is_matrix(parameter) or (".experts." in parameter and parameter.endswith(".weight"))
+        if is_matrix(parameter)
         for part in parts
     ]
     if turned := next((part.name for part in parts if part.view.transposed), None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,6 +46,31 @@ class Piece:
     def with_columns(self, columns: int) -> Piece:
         """The same rows of a matrix of as many columns."""
         return replace(self, shape=(*self.shape[:-1], columns), whole=(*self.whole[:-1], columns))
+
+    def by_expert(self) -> Iterator[tuple[int, Piece]]:
+        """Of a share [E, *out, in]: an expert's number in it, and the piece of that expert's codes [out, in] in a share
+        of it alone. Of a tensor [E, in, out] of all experts ``rows`` is the expert; input features that are cut are
+        ``columns``, and no more in ``cut``."""
+        if len(self.shape) != 3:  # one expert's own
+            assert self.index and isinstance(self.index[0], int)
+            yield self.index[0], replace(self, index=(0, *self.index[1:]))
+            return
+        experts, depth, out = self.shape
+        axis, cut = self.cut or (None, (0, 0))
+        columns = axis == len(self.whole) - 1
+        first, end = cut if axis == 0 else (0, experts)
+        rows = (1, *self.view.rows[1:]) if self.view.rows else ()
+        for e in range(first, end):
+            part = replace(
+                self,
+                shape=(out, depth),
+                rows=(e, e + 1),
+                columns=cut if columns else None,
+                view=replace(self.view, transposed=False, rows=rows),
+                whole=(1, *self.whole[1:]) if self.whole else (),
+                cut=None if columns or axis == 0 else self.cut,
+            )
+            yield e - first, part
 
     def place(self, share: np.ndarray) -> np.ndarray:
         """Where the values go: a view of ``share`` with as many, in the checkpoint's order. Rows of ``share`` that the

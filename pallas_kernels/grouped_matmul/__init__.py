@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.groups import Groups, default_block_rows, max_blocks
+from pallas_kernels.grouped_matmul.stack import KINDS, QuantStack
 from pallas_kernels.platform import CPU, Backend, Target
 
 __all__ = [
     "Groups",
+    "QuantStack",
     "choose",
+    "choose_packed",
     "combine",
     "default_block_rows",
     "group_rows",
@@ -66,7 +69,7 @@ def group_rows(
 
 def grouped_matmul(
     x: jax.Array,  # [T, K], or [M, K] with sorted_rows
-    w: jax.Array,  # [G, N, K]; with an activation [G, 2, N, K]: gate, up
+    w: jax.Array | QuantStack,  # [G, N, K]; with an activation [G, 2, N, K]: gate, up
     groups: Groups,
     *,
     scale: jax.Array | None = None,  # [G, N] or [G, 2, N]  factors of w's rows, where w is int8 or float8_e4m3fn
@@ -80,6 +83,11 @@ def grouped_matmul(
     Accumulated, scaled and activated in float32. Rows that no token has are undefined. ``NotImplementedError`` for what
     the target or the chosen body cannot do.
     """
+    if isinstance(w, QuantStack):
+        if scale is not None:
+            raise ValueError("scale: a QuantStack has its own")
+        body = choose_packed(w, x.dtype, groups.block_rows, target=target, backend=backend)
+        return _PACKED[body](x, w, groups, activation=activation, sorted_rows=sorted_rows, target=target)
     body = choose(w.shape, w.dtype, x.dtype, groups.block_rows, target=target, backend=backend)
     return _MATMUL[body](x, w, groups, scale=scale, activation=activation, sorted_rows=sorted_rows, target=target)
 
@@ -114,6 +122,7 @@ def combine(y: jax.Array, weights: jax.Array | None, groups: Groups) -> jax.Arra
 
 FLOATS = ("bfloat16", "float16", "float32")
 ONE_BYTE = ("int8", "float8_e4m3fn")
+LEAST_RUN = 32
 
 
 def choose(
@@ -140,6 +149,25 @@ def choose(
     if backend == "triton":
         _check_triton(w_shape, w_name, block_rows, target)
     return backend
+
+
+def choose_packed(
+    w: QuantStack, x_dtype: Any = "bfloat16", block_rows: int = 16, *, target: Target = CPU, backend: Backend = "auto"
+) -> str:
+    """``choose`` for matrices of few bits whose scales come by runs of input features."""
+    if w.kind not in KINDS or jnp.dtype(x_dtype).name not in FLOATS:
+        raise NotImplementedError(f"grouped_matmul of {jnp.dtype(x_dtype).name} rows with {w.kind} matrices")
+    body = choose(
+        w.values.shape,
+        "float8_e4m3fn" if w.kind == "fp8_group" else "int8",
+        x_dtype,
+        block_rows,
+        target=target,
+        backend=backend,
+    )
+    if body == "triton" and w.run < LEAST_RUN:
+        raise NotImplementedError(f"runs of {w.run}: tensor cores take 16 rows, so {LEAST_RUN} is the shortest run")
+    return body
 
 
 def _check_triton(w_shape: tuple[int, ...], w_name: str, block_rows: int, target: Target) -> None:
@@ -180,3 +208,4 @@ def _triton(module: str, name: str) -> Callable[..., Any]:
 _ROUTE = {"xla": _xla("route_xla"), "triton": _triton("routing", "route_triton")}
 _GROUP_ROWS = {"xla": _xla("group_rows_xla"), "triton": _triton("routing", "group_rows_triton")}
 _MATMUL = {"xla": _xla("grouped_matmul_xla"), "triton": _triton("triton", "grouped_matmul_triton")}
+_PACKED = {"xla": _xla("grouped_matmul_packed_xla"), "triton": _triton("packed", "grouped_matmul_packed")}

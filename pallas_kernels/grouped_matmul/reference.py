@@ -11,6 +11,8 @@ from jax import lax
 
 from pallas_kernels.activation import ACTIVATIONS
 from pallas_kernels.grouped_matmul.groups import Groups, max_blocks
+from pallas_kernels.grouped_matmul.stack import QuantStack
+from pallas_kernels.quant_matmul.reference import dequantised
 
 # bytes of a matrix that are sliced out at once: XLA:CPU copies the slice, and the copy should stay in the cache
 SLICE_BYTES = 1 << 20
@@ -94,6 +96,38 @@ def grouped_matmul_xla(
                 y = y * s.reshape(parts, chunk, 1).astype(jnp.float32)
             y = y[0] if activation is None else ACTIVATIONS[activation](y[0]) * y[1]
             return lax.dynamic_update_slice(out, y.T.astype(x.dtype), (i * block, at))
+
+        return lax.fori_loop(jnp.int32(0), jnp.int32(width // chunk), one_chunk, out)
+
+    return lax.fori_loop(jnp.zeros_like(used), used, one_block, jnp.zeros((size, width), x.dtype))
+
+
+def grouped_matmul_packed_xla(
+    x: jax.Array, w: QuantStack, groups: Groups, *, activation: str | None, sorted_rows: bool
+) -> jax.Array:
+    """Same arguments as ``pallas_kernels.grouped_matmul.grouped_matmul``: the matrix of a block's group is made floats,
+    as many of its rows at a time as stay in the cache. Rows of unused blocks are 0."""
+    size, block = groups.rows.shape[0], groups.block_rows
+    width, depth = w.shape[-2:]
+    w, parts = w.with_parts(), 1 if activation is None else 2
+    chunk = _chunk(width, parts * depth * 4)
+    used = jnp.sum((groups.block_groups >= 0).astype(jnp.int32))
+
+    def one_block(i: jax.Array, out: jax.Array) -> jax.Array:
+        group, zero = groups.block_groups[i], jnp.zeros_like(i)
+        if sorted_rows:
+            xb = lax.dynamic_slice_in_dim(x, i * block, block, 0)
+        else:
+            xb = jnp.take(x, lax.dynamic_slice_in_dim(groups.rows, i * block, block), axis=0, mode="clip")
+
+        def one_chunk(j: jax.Array, out: jax.Array) -> jax.Array:
+            def cut(a: jax.Array) -> jax.Array:
+                return lax.dynamic_slice(a, (group, zero, zero, j * chunk), (1, *a.shape[1:3], chunk))
+
+            wide = dequantised(jax.tree.map(cut, w).flat())  # [depth, parts * chunk]
+            y = lax.dot(wide.T, xb.astype(jnp.float32).T, precision=lax.Precision.HIGHEST).reshape(parts, chunk, block)
+            y = y[0] if activation is None else ACTIVATIONS[activation](y[0]) * y[1]
+            return lax.dynamic_update_slice(out, y.T.astype(x.dtype), (i * block, j * chunk))
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(width // chunk), one_chunk, out)
 

@@ -17,6 +17,7 @@ MODELS = {
     "mixtral-8x7b": Experts(8, 2, 4096, 14336),
     "qwen3-30b-a3b": Experts(128, 8, 2048, 768),
     "qwen1.5-moe": Experts(60, 4, 2048, 1408),
+    "gpt-oss-20b": Experts(32, 4, 2880, 2880),
 }
 TOKENS = (64, 2048)
 # adapters, rank, in, out

@@ -27,6 +27,34 @@ def tile_of(block_rows: int, gated: bool, n: int, k: int, x_dtype: str, w_dtype:
     return _within_shared_memory(tile, block_rows, gated, x_dtype, target)
 
 
+def packed_tile_of(block_rows: int, gated: bool, n: int, k: int, x_dtype: str, form: str, target: Target) -> Tile:
+    """The same for a ``QuantStack`` of a ``form``: ``block_k`` is what two scalings are apart at most."""
+    found = tuned("grouped_matmul", target, case_name(block_rows, gated, n, k, form))
+    tile = Tile(**found) if found else _packed_default(block_rows, gated, x_dtype, target)
+    tile = replace(tile, block_n=min(tile.block_n, max(16, next_power_of_2(n))))
+    size, parts, per_byte = (4 if x_dtype == "float32" else 2), (2 if gated else 1), (2 if "4-" in form else 1)
+
+    def needed(t: Tile) -> int:
+        """Of the pipelined loads, and of the widened tiles that a wgmma reads."""
+        weights = parts * t.block_k * t.block_n
+        return t.num_stages * (t.block_k * block_rows * size + weights // per_byte) + weights * size
+
+    while needed(tile) > target.shared_memory and (tile.num_stages > 1 or tile.block_k > 32):
+        fewer = tile.num_stages > 1
+        tile = replace(tile, num_stages=tile.num_stages - 1) if fewer else replace(tile, block_k=tile.block_k // 2)
+    return tile
+
+
+def _packed_default(block_rows: int, gated: bool, x_dtype: str, target: Target) -> Tile:
+    if x_dtype == "float32":  # registers are the limit
+        return Tile(32, 32, 4 if block_rows <= 16 else 8, 2)
+    if block_rows <= 16:
+        return Tile(64, 128, 4, 3)
+    if target.capability[0] != 9:  # without wgmma more lies in registers
+        return Tile(32 if gated else 64, 64, 4 if block_rows <= 64 else 8, 3)
+    return Tile(64 if gated else 128, 64, 4 if block_rows <= 64 else 8, 3)
+
+
 def case_name(block_rows: int, gated: bool, n: int, k: int, w_dtype: str) -> str:
     """The key in the tables of tuned tiles."""
     return f"m{block_rows}-{'gated' if gated else 'plain'}-{n}x{k}-{w_dtype}"

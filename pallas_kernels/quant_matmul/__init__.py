@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-_IN_GROUPS = ("int4", "int8_group", "fp8_group", "fp8_block")
+_IN_GROUPS = ("int4", "mxfp4", "int8_group", "fp8_group", "fp8_block")
 
 
 def quant_matmul(

@@ -10,9 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.quant_matmul.weight import FP8_BLOCK, QuantWeight
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)  # by nibble: a sign, 2 bits of exponent, one more
 
 
 def quant_matmul_xla(x: jax.Array, w: QuantWeight, *, out_dtype: Any) -> jax.Array:
@@ -21,8 +25,12 @@ def quant_matmul_xla(x: jax.Array, w: QuantWeight, *, out_dtype: Any) -> jax.Arr
         # int8 and e4m3 fit bfloat16's and float16's significand: the cast loses nothing
         y = _dot(x, w.values.astype(x.dtype)) * w.scale.astype(jnp.float32)[None]
         return y.astype(out_dtype)
-    dense = {"int4": _grouped, "fp8_block": _blocks}.get(w.kind, _runs)(w)
-    return _dot(x.astype(jnp.float32), dense).astype(out_dtype)
+    return _dot(x.astype(jnp.float32), dequantised(w)).astype(out_dtype)
+
+
+def dequantised(w: QuantWeight) -> jax.Array:
+    """float32 [K, N]; ``w`` has its scales by groups or blocks."""
+    return {"int4": _grouped, "mxfp4": _grouped, "fp8_block": _blocks}.get(w.kind, _runs)(w)
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -33,7 +41,11 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
 def _grouped(w: QuantWeight) -> jax.Array:
     (k, n), group = w.shape, w.group
     packed = w.values.reshape(k // group, group // 2, n)
-    nibbles = jnp.concatenate([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=1).astype(jnp.float32)
+    nibbles = jnp.concatenate([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=1)
+    if w.kind == "mxfp4":
+        scale = lax.bitcast_convert_type(w.scale.astype(jnp.int32) << 23, jnp.float32)
+        return (jnp.asarray(E2M1)[nibbles] * scale[:, None]).reshape(k, n)
+    nibbles = nibbles.astype(jnp.float32)
     zero = jnp.float32(8) if w.zero is None else w.zero.astype(jnp.float32)[:, None]
     return ((nibbles - zero) * w.scale.astype(jnp.float32)[:, None]).reshape(k, n)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from pallas_kernels.platform import Target, next_power_of_2, tuned
-from pallas_kernels.quant_matmul.weight import Kind
+from pallas_kernels.quant_matmul.weight import NIBBLES, Kind
 
 OP = "quant_matmul"
 MAX_SPLITS = 8
@@ -38,7 +38,7 @@ def token_class(num_tokens: int) -> int:
 
 def case_name(kind: Kind, group: int, num_tokens: int) -> str:
     """Key in the table of tuned tiles."""
-    groups = f"-g{group if group <= 128 else 'all'}" if kind in ("int4", "int8_group", "fp8_group") else ""
+    groups = f"-g{group if group <= 128 else 'all'}" if kind in (*NIBBLES, "int8_group", "fp8_group") else ""
     return f"{kind.removesuffix('_group')}{groups}-t{token_class(num_tokens) or 'many'}"
 
 
@@ -64,7 +64,7 @@ def tile_of(kind: Kind, group: int, num_tokens: int, x_bytes: int, target: Targe
 
 def _shared_bytes(tile: Tile, kind: Kind, x_bytes: int) -> int:
     """Of the pipelined loads, and of the converted weight tile that a wgmma reads."""
-    weights = tile.block_k * tile.block_n // (2 if kind == "int4" else 1)
+    weights = tile.block_k * tile.block_n // (2 if kind in NIBBLES else 1)
     return tile.num_stages * (tile.block_m * tile.block_k * x_bytes + weights) + tile.block_k * tile.block_n * x_bytes
 
 

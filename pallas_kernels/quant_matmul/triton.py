@@ -8,7 +8,7 @@ exact in bfloat16, so only the accumulation rounds. With few tokens K is split a
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.platform import Target, next_power_of_2
+from pallas_kernels.platform import Target
+from pallas_kernels.quant_matmul.pieces import Walk, nibbles_of, scale_of, walk_of
 from pallas_kernels.quant_matmul.tiles import Tile, splits_of, tile_of
-from pallas_kernels.quant_matmul.weight import FP8_BLOCK, QuantWeight
-
-
-class _Walk(NamedTuple):
-    """How K is walked. A piece is what one scale covers within a step."""
-
-    steps: int  # in all
-    parts: int  # pieces of a step, unrolled
-    rows: int  # of the stored values in a piece: a power of two >= 16, masked down to ``limit``
-    span: int  # stored rows from one scale to the next
-    pieces: int  # of a span
-    exact: bool  # the pieces cover K without a rest
-
-
-def _walk(w: QuantWeight, tile: Tile) -> _Walk:
-    stored, k = w.values.shape[0], w.shape[0]
-    per_byte = k // stored
-    span = w.group // per_byte
-    rows = min(max(16, tile.block_k // per_byte), max(16, next_power_of_2(span)))
-    pieces = pl.cdiv(span, rows)
-    groups = pl.cdiv(stored, span)
-    parts = max(1, tile.block_k // per_byte // rows) if pieces == 1 else 1
-    parts = min(parts, groups)
-    steps = pl.cdiv(groups * pieces, parts)
-    return _Walk(steps, parts, rows, span, pieces, steps * parts * rows == stored)
+from pallas_kernels.quant_matmul.weight import FP8_BLOCK, NIBBLES, Kind, QuantWeight
 
 
 def quant_matmul_triton(x: jax.Array, w: QuantWeight, *, out_dtype: Any, target: Target) -> jax.Array:
@@ -54,7 +31,7 @@ def quant_matmul_triton(x: jax.Array, w: QuantWeight, *, out_dtype: Any, target:
 @partial(jax.jit, static_argnames=("tile", "out_dtype", "target"))  # equal layers lower once
 def _call(x: jax.Array, w: QuantWeight, *, tile: Tile, out_dtype: Any, target: Target) -> jax.Array:
     tokens, (k, n) = x.shape[0], w.shape
-    walk = _walk(w, tile)
+    walk = walk_of(k, w.values.shape[0], w.group, tile.block_k)
     splits = min(splits_of(tile, tokens, k, n, target), walk.steps)
     shape = (splits, tokens, n)
     body = partial(_body, w_kind=w.kind, has_zero=w.zero is not None, tile=tile, walk=walk, splits=splits)
@@ -76,10 +53,10 @@ def _body(
     w_ref: Any,  # values
     scale_ref: Any,
     *refs: Any,  # zeros where there are any, and the output [splits, T, N]
-    w_kind: str,
+    w_kind: Kind,
     has_zero: bool,
     tile: Tile,
-    walk: _Walk,
+    walk: Walk,
     splits: int,
 ) -> None:
     zero_ref, out_ref = (refs[0] if has_zero else None), refs[-1]
@@ -96,7 +73,7 @@ def _body(
 
     def per_group(ref: Any, group: jax.Array) -> jax.Array:
         group = jnp.minimum(group, ref.shape[0] - 1)  # past the end: x is 0 there
-        return plt.load(ref.at[group, col], mask=n_ok, other=None if n_ok is None else 0).astype(jnp.float32)[None]
+        return plt.load(ref.at[group, col], mask=n_ok, other=None if n_ok is None else 0)[None]
 
     def piece(index: jax.Array, acc: jax.Array) -> jax.Array:
         """Adds what piece ``index`` of K gives, index counting over all spans."""
@@ -105,16 +82,15 @@ def _body(
         ok = None if walk.exact else (inner < walk.span) & (at < w_ref.shape[0])
         mask = _both(ok, n_ok)
         values = plt.load(w_ref.at[at[:, None], col[None]], mask=mask)
-        if w_kind == "int4":
+        if w_kind in NIBBLES:
             first = span * (2 * walk.span) + inner
             low, high = load_x(first, ok), load_x(first + walk.span, ok)
-            bits = values.astype(jnp.int32)
-            shift = jnp.int32(0 if has_zero else 8)  # exact in bfloat16 either way
-            y = _dot(low, ((bits & 15) - shift).astype(low.dtype)) + _dot(high, ((bits >> 4) - shift).astype(low.dtype))
+            wide, others = nibbles_of(values, w_kind, has_zero, low.dtype)
+            y = _dot(low, wide) + _dot(high, others)
             if zero_ref is not None:
                 total = jnp.sum(low.astype(jnp.float32) + high.astype(jnp.float32), axis=1)
-                y = y - total[:, None] * per_group(zero_ref, span)
-            return acc + y * per_group(scale_ref, span)
+                y = y - total[:, None] * per_group(zero_ref, span).astype(jnp.float32)
+            return acc + y * scale_of(per_group(scale_ref, span), w_kind)
         xs, wide = load_x(at, ok), values.astype(x_ref.dtype)
         if ok is not None:  # what lies beyond the mask is anything, NaN too; Triton has no fp8 constant to load instead
             wide = jnp.where(ok[:, None], wide, jnp.zeros((), wide.dtype))
@@ -123,7 +99,7 @@ def _body(
             scale = plt.load(scale_ref.at[jnp.minimum(span, scale_ref.shape[0] - 1), scale_column])
             y = y * scale.astype(jnp.float32)
         elif w_kind in ("int8_group", "fp8_group"):
-            y = y * per_group(scale_ref, span)
+            y = y * scale_of(per_group(scale_ref, span), w_kind)
         return acc + y
 
     def step(i: jax.Array, acc: jax.Array) -> jax.Array:

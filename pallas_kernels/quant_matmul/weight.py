@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Kind = Literal["int4", "int8", "fp8", "int8_group", "fp8_group", "fp8_block"]
+Kind = Literal["int4", "int8", "fp8", "int8_group", "fp8_group", "fp8_block", "mxfp4"]
+NIBBLES = ("int4", "mxfp4")  # two numbers a byte
 FP8_BLOCK = 128  # side of the square that shares a scale (DeepSeek's block format)
 _FP8 = np.dtype(jnp.float8_e4m3fn)
 
@@ -17,11 +18,13 @@ _FP8 = np.dtype(jnp.float8_e4m3fn)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantWeight:
-    """A [K, N] matrix. ``kind`` is static; the arrays are a pytree's leaves. Scales may be of any float type.
+    """A [K, N] matrix. ``kind`` is static; the arrays are a pytree's leaves. Scales may be of any float type, but for
+    those of mxfp4.
 
     - int4: ``values`` uint8 [K / 2, N], two nibbles a byte: of each group of g rows the first half lies in the low
       nibbles, the second in the high ones, so that one tile of bytes gives two contiguous runs of K. ``scale``
       [K / g, N]. ``zero`` [K / g, N] in steps: w = (nibble - zero) * scale; None: symmetric, zero = 8.
+    - mxfp4: nibbles in the same order, e2m1 numbers; ``scale`` uint8 [K / 32, N], exponents of two plus 127.
     - int8, fp8: ``values`` int8 or float8_e4m3fn [K, N], ``scale`` [N].
     - int8_group, fp8_group: the same values, ``scale`` [K / g, N].
     - fp8_block: ``values`` float8_e4m3fn [K, N], ``scale`` [ceil(K / 128), ceil(N / 128)].
@@ -35,7 +38,7 @@ class QuantWeight:
     @property
     def shape(self) -> tuple[int, int]:
         k, n = self.values.shape
-        return (2 * k if self.kind == "int4" else k), n
+        return (2 * k if self.kind in NIBBLES else k), n
 
     @property
     def group(self) -> int:
@@ -43,7 +46,7 @@ class QuantWeight:
         k = self.shape[0]
         if self.kind == "fp8_block":
             return FP8_BLOCK
-        return k // self.scale.shape[0] if self.kind in ("int4", "int8_group", "fp8_group") else k
+        return k // self.scale.shape[0] if self.kind in (*NIBBLES, "int8_group", "fp8_group") else k
 
     @property
     def num_bytes(self) -> int:

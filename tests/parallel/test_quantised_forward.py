@@ -30,3 +30,23 @@ def test_equals_one_device(cases):
     errors = {case: float(error) for case, error in (line.split() for line in done.stdout.splitlines())}
     assert set(errors) == set(cases)
     assert all(error < (1e-5 if case.endswith("float32") else 0.02) for case, error in errors.items()), errors
+
+
+EXPERTS = ["gpt_oss/mxfp4:2:tp+"]
+EXPERTS += [
+    f"{model}:{tp}:{how}"
+    for model in ("mixtral/int4", "gpt_oss/int8", "gpt_oss/int4")
+    for tp, how in ((2, "tp"), (4, "ep"))
+]
+MORE_EXPERTS = ["gpt_oss/mxfp4:4:ep+", "mixtral/int4:4:tp+", "mixtral/int8:4:ep+", "gpt_oss/int8:2:tp+"]
+
+
+@pytest.mark.parametrize("cases", [EXPERTS, pytest.param(MORE_EXPERTS, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_experts_equal_one_device(cases):
+    """Shares of packed experts are those of one device's arrays; so are the logits."""
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.parallel.quantised_experts", *cases]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = {case: float(error) for case, error in (line.split() for line in done.stdout.splitlines())}
+    assert set(errors) == set(cases) and all(error < 1e-5 for error in errors.values()), errors

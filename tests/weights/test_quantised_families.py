@@ -48,9 +48,9 @@ def test_matrices_in_out_are_refused(tmp_path):
         loaded(path)
 
 
-def test_experts_in_mxfp4(tmp_path):
-    """GPT-OSS as it is published: each number of a block written out from the table and its exponent."""
-    config = tiny.CASES["gpt_oss"].config | {"hidden_size": 64, "intermediate_size": 32}
+def write_mxfp4(folder, config):
+    """GPT-OSS as it is published, each number of a block written out from the table and its exponent: checkpoints of
+    the floats and of the blocks."""
     rng, plain, stored = np.random.default_rng(3), {}, {}
     for name, tensor in tiny.tensors("gpt_oss", config).items():
         plain[name] = stored[name] = tensor
@@ -67,11 +67,16 @@ def test_experts_in_mxfp4(tmp_path):
     paths = []
     for kind, tensors in (("plain", plain), ("mxfp4", stored)):
         own = config | ({"quantization_config": {"quant_method": "mxfp4"}} if kind == "mxfp4" else {})
-        paths.append(tmp_path / kind)
+        paths.append(folder / kind)
         paths[-1].mkdir()
         (paths[-1] / "config.json").write_text(json.dumps(own))
         save_file(tensors, paths[-1] / "model.safetensors")
-    want, got = (named_leaves(loaded(path)[0]) for path in paths)
+    return paths
+
+
+def test_experts_in_mxfp4(tmp_path):
+    config = tiny.CASES["gpt_oss"].config | {"hidden_size": 64, "intermediate_size": 32}
+    want, got = (named_leaves(loaded(path)[0]) for path in write_mxfp4(tmp_path, config))
     assert sum(name.startswith("layers.0.mlp.experts") for name in got) == 4
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
