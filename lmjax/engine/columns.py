@@ -33,7 +33,12 @@ def new_request(message: AddRequest) -> NewRequest:
 
 
 def add_request(
-    handle: int, checked: Checked, arrival: float, priority: int = 0, cache_salt: str | None = None
+    handle: int,
+    checked: Checked,
+    arrival: float,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    lora: str | None = None,
 ) -> AddRequest:
     message = AddRequest(
         handle=handle,
@@ -44,6 +49,7 @@ def add_request(
         priority=priority,
         cache_salt=cache_salt,
         arrival=arrival,
+        lora=lora,
     )
     sink = checked.sink
     if sink is not None:

@@ -27,6 +27,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     entropy: bool = False
     pooling: str = ""  # see core.request.NewRequest
     split: int = 0
+    lora: str | None = None  # name of an adapter
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True):
@@ -57,7 +58,22 @@ class WakeUp(msgspec.Struct, tag="wake_up", array_like=True):
     id: int
 
 
-Inbound = AddRequest | AbortRequest | Shutdown | LoadWeights | Sleep | WakeUp
+class LoadLora(msgspec.Struct, tag="load_lora", array_like=True):
+    """``path``: a PEFT directory. The name must not be taken."""
+
+    id: int
+    name: str
+    path: str
+
+
+class UnloadLora(msgspec.Struct, tag="unload_lora", array_like=True):
+    """Requests that came before are still answered with it."""
+
+    id: int
+    name: str
+
+
+Inbound = AddRequest | AbortRequest | Shutdown | LoadWeights | Sleep | WakeUp | LoadLora | UnloadLora
 
 
 class StepRecord(msgspec.Struct, tag="step", array_like=True):
