@@ -9,7 +9,7 @@ import msgspec
 
 from lmjax.core.output import Finished, PromptRows, Started
 from lmjax.protocol import EngineInfo, EngineStats
-from lmjax.types import SamplingParams
+from lmjax.types import LoraInfo, SamplingParams
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
@@ -98,6 +98,7 @@ class ControlReply(msgspec.Struct, tag="reply", array_like=True):
     seconds: float
     error: str | None = None
     internal: bool = False
+    lora: LoraInfo | None = None  # the adapter that was loaded
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
@@ -108,6 +109,7 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
     info: EngineInfo
+    loras: list[LoraInfo] = []
 
 
 class Following(msgspec.Struct, tag="following", array_like=True):
