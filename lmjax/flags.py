@@ -61,9 +61,11 @@ SERVER = (
     Option(
         "admin_api_key",
         list,
-        "a key for /v1/weights, /sleep, /wake_up and /is_sleeping, which are off without it; may be repeated",
+        "a key for /v1/weights, /sleep, /wake_up, /is_sleeping and the routes of adapters, which are off without it; "
+        "may be repeated",
         repeat=True,
     ),
+    Option("lora_dir", str, "folder from which /v1/load_lora_adapter may load (--enable-lora; default: none)"),
     Option("served_model_name", list, "names under which the model is served (default: --model)"),
     Option("allowed_origins", list, "origins that browsers may call from (CORS); * for all"),
     Option("root_path", str, "prefix of the path that a proxy leaves on requests"),

@@ -73,7 +73,7 @@ class AsyncEngine:
         self._policy, self._label = "fcfs", ""
         self._progress: Callable[[str], None] | None = None
         self._on_dead: Callable[[str], None] | None = None
-        self._orders: dict[int, asyncio.Future[ControlReply]] = {}  # that wait for their reply
+        self._orders: dict[int, tuple[Order, asyncio.Future[ControlReply]]] = {}  # that wait for their reply
         self._next_order = 0
         self._with_lora: dict[int, tuple[str, RequestState]] = {}  # open requests that name an adapter, by handle
         self.weight_version: int | str = 0
@@ -236,17 +236,18 @@ class AsyncEngine:
             raise EngineDeadError(self._dead or "the engine has not started")
         self._next_order += 1
         order = make(self._next_order)
-        self._orders[order.id] = self._loop.create_future()
+        waiter: asyncio.Future[ControlReply] = self._loop.create_future()
+        self._orders[order.id] = order, waiter
         self._process.send(order)
-        reply = await self._orders[order.id]
+        reply = await waiter
         if reply.error is not None:
             raise OrderError(reply.error, reply.internal)
 
     def _replied(self, reply: ControlReply) -> None:
         self.weight_version, self.sleep_level = reply.version, reply.level
-        if reply.lora is not None:
-            self.loras[reply.lora.name] = reply.lora
-        waiter = self._orders.pop(reply.id)
+        order, waiter = self._orders.pop(reply.id)
+        if isinstance(order, LoadLora) and reply.error is None:  # others may have been told to go since, and have not
+            self.loras |= {info.name: info for info in reply.loras if info.name == order.name}
         if not waiter.done():  # who asked may have gone
             waiter.set_result(reply)
 
@@ -377,7 +378,7 @@ class AsyncEngine:
 
     def _fail_orders(self, reason: str) -> None:
         orders, self._orders = self._orders, {}
-        for waiter in orders.values():
+        for _, waiter in orders.values():
             if not waiter.done():
                 waiter.set_exception(EngineDeadError(reason))
 

@@ -98,7 +98,7 @@ class ControlReply(msgspec.Struct, tag="reply", array_like=True):
     seconds: float
     error: str | None = None
     internal: bool = False
-    lora: LoraInfo | None = None  # the adapter that was loaded
+    loras: list[LoraInfo] = []  # all that are loaded now
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
