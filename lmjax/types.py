@@ -55,11 +55,12 @@ class OrderError(ValueError):
 
 class AdapterError(ValueError):
     """A LoRA adapter cannot be loaded, or there is none of that name; nothing has changed. The message names the file,
-    the module or the field at fault, what it is and what is allowed. ``unknown``: there is no such adapter."""
+    the module or the field at fault, what it is and what is allowed. ``unknown``: there is no such adapter. ``field``:
+    whether its files ("path") or its name are at fault."""
 
-    def __init__(self, message: str, unknown: bool = False):
+    def __init__(self, message: str, unknown: bool = False, field: Literal["path", "name"] = "path"):
         super().__init__(message)
-        self.unknown = unknown
+        self.unknown, self.field = unknown, field
 
 
 class EngineDeadError(RuntimeError):

@@ -41,8 +41,7 @@ async def load_lora(request: web.Request) -> web.Response:
     try:
         await client.load_lora(name, str(found))
     except AdapterError as error:
-        param = "lora_name" if name in client.loras else "lora_path"
-        raise ApiError(400, str(error), param=param, code="invalid_adapter") from None
+        raise ApiError(400, str(error), param=f"lora_{error.field}", code="invalid_adapter") from None
     log.info("adapter %s of %s loaded in %.2f s", name, found, time.monotonic() - began)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -68,7 +68,6 @@ def test_help_is_quick_because_it_imports_little(arguments):
         (["serve", "--gpu-memory-utilization", "2"], "--gpu-memory-utilization: got 2.0, must be in (0, 1]"),
         (["serve", "--gpu-memory-utilization", "much"], "got 'much', must be a number"),
         (["serve", "--hf-overrides", "[1]"], "--hf-overrides: got '[1]', must be a JSON object"),
-        (["serve", "--enable-lora"], "--enable-lora"),
         (["serve", "--max-num-se", "3"], "--max-num-se"),
         (["serve", "--ssl-keyfile", "k"], "--ssl-certfile and --ssl-keyfile go together"),
         (["serve", "--log-level", "loud"], "--log-level: got 'loud'"),
@@ -128,6 +127,8 @@ def test_every_engine_setting_has_a_flag():
         if option.kind is bool:
             assert parsed(name) == {option.name: True}
             assert parsed(name.replace("--", "--no-", 1)) == {option.name: False}
+        elif option.pairs:
+            assert parsed(name, "a=b", '{"name": "c", "path": "d"}') == {option.name: {"a": "b", "c": "d"}}
         else:
             value = values[option.kind]
             assert parsed(name, value) == {option.name: json.loads(value) if option.kind is not str else value}

@@ -29,9 +29,11 @@ def check_new_lora(name: Any, path: Any, loras: Mapping[str, LoraInfo], info: En
     """Raises ``AdapterError`` for a name that is none or is taken, and for what is no path."""
     check_enabled(info)
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_LORA_NAME or not name.isprintable():
-        raise AdapterError(f"lora: got the name {name!r:.300}, must be 1 to {MAX_LORA_NAME} printable characters")
+        said = f"got the name {name!r:.300}, must be 1 to {MAX_LORA_NAME} printable characters"
+        raise AdapterError(f"lora: {said}", field="name")
     if name in loras:
-        raise AdapterError(f"lora: the name {name!r} is taken by the adapter in {loras[name].path}; unload that first")
+        said = f"the name {name!r} is taken by the adapter in {loras[name].path}; unload that first"
+        raise AdapterError(f"lora: {said}", field="name")
     if not isinstance(path, str) or not path:
         raise AdapterError(f"lora: got the path {path!r:.300}, must be that of a directory")
 
