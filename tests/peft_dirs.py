@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT directories for the checkpoints of ``fixtures``, and the same checkpoints with them merged in."""
+"""LoRA adapters as PEFT directories for the checkpoints of ``fixtures``, and those with an adapter merged in."""
 
 from __future__ import annotations
 
