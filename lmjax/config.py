@@ -213,6 +213,9 @@ class EngineConfig:
                 if "lora" in f.name and getattr(self, f.name) != (f.default if f.name != "lora_modules" else {}):
                     raise ConfigError(f"{flag(f.name)}: got {getattr(self, f.name)!r}, but needs --enable-lora")
             return
+        for name in ("pipeline_parallel_size", "nnodes"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"--enable-lora: got {flag(name)} {getattr(self, name)}, must be 1")
         if self.max_lora_rank not in LORA_RANKS or isinstance(self.max_lora_rank, bool):
             raise ConfigError(
                 f"--max-lora-rank: got {self.max_lora_rank!r}, must be one of {', '.join(map(str, LORA_RANKS))}"

@@ -12,6 +12,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, int], int, Request]] = []
+        self._aside: list[tuple[tuple[int, float, int], int, Request]] = []
         self._next_ticket = 0
         self._count = 0
         self.num_tokens = 0
@@ -35,6 +36,16 @@ class WaitingQueue:
             heapq.heappop(heap)
         return None
 
+    def set_aside(self) -> None:
+        """``peek`` passes over the request that it gives, which waits on."""
+        self._aside.append(heapq.heappop(self._heap))
+
+    def bring_back(self) -> None:
+        """Those that were set aside are given by ``peek`` again."""
+        for entry in self._aside:
+            heapq.heappush(self._heap, entry)
+        self._aside.clear()
+
     def remove(self, request: Request) -> None:
         """Takes a waiting request out; its heap entry goes when it comes up, or when such entries are the majority."""
         request.ticket = -1
@@ -45,6 +56,6 @@ class WaitingQueue:
             heapq.heapify(self._heap)
 
     def check_integrity(self) -> None:
-        live = [entry[2] for entry in self._heap if entry[2].ticket == entry[1]]
+        live = [entry[2] for entry in self._heap + self._aside if entry[2].ticket == entry[1]]
         assert len(live) == self._count, "number of waiting requests"
         assert sum(len(r.history) for r in live) == self.num_tokens, "number of waiting tokens"

@@ -15,7 +15,7 @@ from lmjax.engine.validate import Checked
 from lmjax.protocol import EngineStats
 
 
-def new_request(message: AddRequest) -> NewRequest:
+def new_request(message: AddRequest, adapter: int = 0) -> NewRequest:
     return NewRequest(
         handle=message.handle,
         prompt=np.frombuffer(message.prompt, "<i4"),
@@ -24,6 +24,7 @@ def new_request(message: AddRequest) -> NewRequest:
         bad_words_ids=message.bad_words_ids,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        adapter=adapter,
         arrival=message.arrival,
         after=message.after,
         entropy=message.entropy,

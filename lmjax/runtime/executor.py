@@ -36,7 +36,7 @@ from lmjax.runtime.memory import (
     pool_is_set,
 )
 from lmjax.runtime.pipeline_executor import PipelineExecutor
-from lmjax.runtime.plan_costs import weights_of
+from lmjax.runtime.plan_costs import bytes_per_device, weights_of
 from lmjax.runtime.platform import (
     configure_jax,
     describe_platform,
@@ -59,6 +59,7 @@ from lmjax.runtime.ranks import (
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
 from lmjax.runtime.runner import with_max_length, with_runner
 from lmjax.weights.given import NOTHING, Given
+from lmjax.weights.lora import HostAdapter, read_adapter
 from lmjax.weights.packing import packings
 from lmjax.weights.pooling import is_encoder, read_pooling
 from lmjax.weights.source import ModelSource, resolve_model
@@ -85,6 +86,8 @@ def build_executor(
     tell = progress or (lambda message: None)
     source = given.source or find_model(config)
     if is_encoder(source):
+        if config.enable_lora:
+            raise ConfigError("--enable-lora: is for decoders, and this model is an encoder")
         with own_context():
             return _build_encoder(with_runner(config, source), source, given, tell)
     with own_context():
@@ -107,6 +110,7 @@ def build_executor(
             token_buckets=buckets.token_buckets,
             stages=spec.stages,
             host=host_tier(resolved, made.device, made.host_blocks) if made.host_blocks else None,
+            max_loras=config.max_loras if config.enable_lora else 0,
         ),
         model_info=ModelInfo(
             path=str(resolved.source.path),
@@ -129,6 +133,7 @@ def build_executor(
         packed=bool(packings(spec)),
         from_files=given.source is None,
         functional=_functional(resolved),
+        read_adapter=partial(_read_adapter, resolved) if config.enable_lora else None,
     )
 
 
@@ -136,6 +141,11 @@ def _functional(resolved: Resolved) -> dict[str, Any] | None:
     if resolved.num_devices > 1:
         return None
     return {"spec": resolved.model_spec(resolved.config.max_model_len), "env": resolved.env}
+
+
+def _read_adapter(resolved: Resolved, path: str) -> HostAdapter:
+    spec = make_spec(resolved.source, resolved.config.max_model_len)
+    return read_adapter(path, spec, resolved.spec, resolved.dtype, resolved.config.max_lora_rank)
 
 
 def build_follower(config: EngineConfig, progress: Progress | None = None) -> Follower:
@@ -194,6 +204,7 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
         weights = adapter.missing_bytes(given.params)
     else:
         weights = weights_of(spec, dtype, resolved.degree).bytes
+    weights += bytes_per_device(resolved.shapes((), spec.max_len).loras(), resolved.num_devices)
     check_weights_fit(weights * (1 if platform == "gpu" else sharing(resolved, ranks)), _free_memory(resolved))
     without_swap_space(config, available_memory(), sharing(resolved, ranks) / resolved.num_devices)
     bundle = usable_bundle(resolved, resolved.devices, tell)
@@ -203,6 +214,7 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
         tell("loading weights")
         params = _load(resolved)
 
+    loras = zeros(resolved.shapes((), resolved.spec.max_len).loras()) if config.enable_lora else None
     tell("sizing the KV pool")
     plan, bundle = plan_memory(resolved, bundle, tell, ranks)
     host_blocks = plan_host(resolved, plan.num_blocks)
@@ -217,7 +229,7 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
     # the pools come last: what compiling took is free again, and they are never moved
     num_sharing = 1 if platform == "gpu" else sharing(resolved, ranks)
     load = partial(load_beside, resolved, num_sharing, partial(_free_memory, resolved))
-    device = Device(params, zeros(shapes.pools()), zeros(shapes.state()), programs, host_blocks, load)
+    device = Device(params, zeros(shapes.pools()), zeros(shapes.state()), programs, host_blocks, load, loras)
     return _Made(resolved, plan, device, host_blocks, device_count, ranks, adapter)
 
 
