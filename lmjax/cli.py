@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--output", metavar="FILE", help="where the answers to --file go, a JSON object a line")
     generate.add_argument("--system", metavar="TEXT", help="the system message")
+    generate.add_argument("--lora", metavar="NAME", help="answer with this adapter of --lora-modules")
     generate.add_argument("--raw", action="store_true", help="go on with the text itself, without the chat template")
     add_options(generate, "sampling", SAMPLING)
     plan = commands.add_parser("plan", help="whether and how a model fits NVIDIA cards, found without one")
@@ -200,6 +201,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         raw=arguments.raw,
         system=arguments.system,
         sampling={k: v for k, v in given.items() if k in sampling_names},
+        lora=arguments.lora,
     )
     return run(job, config)
 
