@@ -16,12 +16,12 @@ def check_enabled(info: EngineInfo) -> None:
         raise AdapterError("lora: the engine was started without --enable-lora")
 
 
-def find_lora(name: str | None, loras: Mapping[str, LoraInfo], info: EngineInfo) -> None:
+def find_lora(name: Any, loras: Mapping[str, LoraInfo], info: EngineInfo) -> None:
     """None is the model itself. Raises ``AdapterError`` where there is no such adapter."""
     if name is None:
         return
     check_enabled(info)
-    if name not in loras:
+    if not isinstance(name, str) or name not in loras:
         raise AdapterError(f"lora: there is no adapter {name!r:.300}", unknown=True)
 
 

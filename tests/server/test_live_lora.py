@@ -47,7 +47,7 @@ class Adapters:
         }
         (root / "config.json").write_text(json.dumps(settings))
         # few programs: every forward one has a form with adapters and one without
-        flags = ("--config", str(root / "config.json"), "--max-model-len", "512", "--max-num-batched-tokens", "16")
+        flags = ("--config", str(root / "config.json"), "--max-model-len", "512", "--max-num-batched-tokens", "8")
         self.server = LiveServer("RAND", flags)
         self.said: dict[tuple[str, str], str] = {}
 
