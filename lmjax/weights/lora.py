@@ -194,7 +194,8 @@ def _fill(tree: Any, place: _Place, pair: Pair, scale: float) -> None:
             target = lora.b[at][..., :rank]
             # with fewer KV heads than devices each is held by several
             own = own.reshape(-1, *target.shape[1:]) if name == "qkv" and at else own.reshape(target.shape)
-            target[...] = np.repeat(own, target.shape[0] // own.shape[0], axis=0)
+            with np.errstate(over="ignore"):  # told below
+                target[...] = np.repeat(own, target.shape[0] // own.shape[0], axis=0)
             if not np.isfinite(target.astype(np.float32)).all():
                 raise AdapterError(f"{pair[1].file}: tensor {pair[1].name}: has values beyond {target.dtype}")
             at += 1

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,13 @@ def read_config(directory: Path) -> LoraConfig:
     path = directory / CONFIG
     values = _read(path)
 
-    def wrong(name: str, allowed: str, got: Any = None) -> AdapterError:
-        return AdapterError(f"{path}: {name}: got {values.get(name) if got is None else got!r:.200}, {allowed}")
+    def wrong(name: str, allowed: str, got: str | None = None) -> AdapterError:
+        """got: what to show, if not the value."""
+        shown = f"{values.get(name)!r:.200}" if got is None else got
+        return AdapterError(f"{path}: {name}: got {shown}, {allowed}")
 
     if values.get("peft_type") != "LORA":
-        raise wrong("peft_type", "must be LORA", repr(values.get("peft_type")))
+        raise wrong("peft_type", "must be LORA")
     if values.get("bias", "none") != "none":
         raise wrong("bias", "must be none: biases beside the low-rank pairs are not built")
     if _one_of(values.get("init_lora_weights"), _STARTS) is False:
@@ -90,8 +93,8 @@ def read_config(directory: Path) -> LoraConfig:
         raise wrong("use_rslora", "must be true or false")
     return LoraConfig(
         path,
-        _rank(values.get("r", 8), lambda got: wrong("r", "must be an integer of at least 1", repr(got))),
-        _alpha(values.get("lora_alpha", 8), lambda got: wrong("lora_alpha", "must be a number", repr(got))),
+        _rank(values.get("r", 8), lambda: wrong("r", "must be an integer of at least 1")),
+        _alpha(values.get("lora_alpha", 8), lambda: wrong("lora_alpha", "must be a number")),
         values.get("use_rslora", False),
         _modules(values.get("target_modules"), wrong),
         _patterns(values, "rank_pattern", _rank, "integers of at least 1", wrong),
@@ -118,13 +121,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _rank(value: Any, wrong: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise wrong(value)
+        raise wrong()
     return value
 
 
 def _alpha(value: Any, wrong: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise wrong(value)
+        raise wrong()
     return float(value)
 
 
@@ -133,7 +136,7 @@ def _patterns(values: dict[str, Any], name: str, check: Any, of: str, wrong: Any
     if not isinstance(found, dict):
         raise wrong(name, f"must be an object with patterns of names and {of}")
     for pattern, value in found.items():
-        check(value, lambda got, pattern=pattern: wrong(name, f"must have {of}", f"{pattern!r}: {got!r}"))
+        check(value, partial(wrong, name, f"must have {of}", f"{pattern!r}: {value!r:.200}"))
         try:
             re.compile(pattern)
         except re.error as error:
@@ -145,5 +148,5 @@ def _modules(value: Any, wrong: Any) -> tuple[str, ...] | None:
     if isinstance(value, str) and value:
         return None
     if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
-        raise wrong("target_modules", "must be a list of names of modules, at least one, or a pattern", repr(value))
+        raise wrong("target_modules", "must be a list of names of modules, at least one, or a pattern")
     return tuple(value)
