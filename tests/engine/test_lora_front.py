@@ -5,11 +5,13 @@ import asyncio
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from lmjax.config import ConfigError
 from lmjax.engine import replicas as module
+from lmjax.engine.lora_names import check_new_lora, find_lora
 from lmjax.engine.replicas import Replicas
 from lmjax.engine.routing import block_names
 from lmjax.types import AdapterError, EngineDeadError, LoraInfo, OrderError, SamplingParams
@@ -111,14 +113,15 @@ def test_others_go_on_while_files_are_read_and_a_client_that_goes_stops_nothing(
     run(main())
 
 
-def test_without_the_flag_there_are_none(folder):
-    async def main():
-        async with await start() as engine:
-            for call in (lambda: engine.load_lora("x", "y"), lambda: tokens(engine, "x")):
-                with pytest.raises(AdapterError, match="started without --enable-lora"):
-                    await call()
+def test_without_the_flag_there_are_none():
+    info = SimpleNamespace(max_loras=0)
+    find_lora(None, {}, info)
+    for call in (lambda: check_new_lora("x", "y", {}, info), lambda: find_lora("x", {}, info)):
+        with pytest.raises(AdapterError, match="started without --enable-lora"):
+            call()
 
-    run(main())
+
+def test_a_start_with_a_bad_adapter_is_refused(folder):
     with pytest.raises(ConfigError, match=r"--lora-modules: x: .*nope: is no directory"):
         run(start(FACTORY, enable_lora=True, lora_modules={"x": str(folder / "nope")}))
 
