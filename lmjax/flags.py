@@ -106,6 +106,7 @@ SIZING = (
     *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_logprobs"),
     *("max_num_batched_tokens", "enable_chunked_prefill", "attention_backend", "tensor_parallel_size"),
     *("pipeline_parallel_size", "enable_expert_parallel", "swap_space", "logprobs_mode", "deterministic"),
+    *("enable_lora", "max_loras", "max_lora_rank"),
 )
 
 SAMPLING = (

@@ -59,9 +59,9 @@ class Placement:
     def params(self, spec: DecoderSpec) -> Any:
         return partition_specs(spec, self.expert_parallel)
 
-    def adapters(self, spec: DecoderSpec) -> Any:
+    def adapters(self, spec: DecoderSpec, rank: int) -> Any:
         """Of ``models.lora.adapter_specs`` with any number of slots."""
-        return placed(adapter_specs(spec, 1, 1), self.expert_parallel)
+        return placed(adapter_specs(spec, 1, rank), self.expert_parallel)
 
     def place(self, tree: Any, specs: Any = REPLICATED) -> Any:
         """Abstract arrays with their shardings. ``specs``: a tree of PartitionSpecs, or one for all."""

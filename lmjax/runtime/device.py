@@ -110,6 +110,8 @@ class Device:
         if key == LOAD_SLOT:
             self._tokens, self._sampling = program(self._tokens, self._sampling, packed)
         elif key == LOAD_ADAPTER:
+            # one on its way at a time: what ``resolve.step_bytes`` has room for
+            jax.block_until_ready(self._loras)
             self._loras = program(self._loras, self.adapters[int(packed[0])], packed)
         elif key == APPLY_PATCHES:
             self._moved[0] = program(self._moved[0], packed)

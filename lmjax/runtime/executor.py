@@ -16,6 +16,7 @@ from lmjax.nn.env import Env
 from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.parallel.split import Degree
 from lmjax.runtime.adapt import Adapter
+from lmjax.runtime.adapters import AdapterReader
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.device import Device
@@ -59,7 +60,6 @@ from lmjax.runtime.ranks import (
 from lmjax.runtime.resolve import Resolved, make_spec, program_bytes, resolve, spread_spec
 from lmjax.runtime.runner import with_max_length, with_runner
 from lmjax.weights.given import NOTHING, Given
-from lmjax.weights.lora import HostAdapter, read_adapter
 from lmjax.weights.packing import packings
 from lmjax.weights.pooling import is_encoder, read_pooling
 from lmjax.weights.source import ModelSource, resolve_model
@@ -133,7 +133,7 @@ def build_executor(
         packed=bool(packings(spec)),
         from_files=given.source is None,
         functional=_functional(resolved),
-        read_adapter=partial(_read_adapter, resolved) if config.enable_lora else None,
+        read_adapter=made.read_adapter,
     )
 
 
@@ -141,11 +141,6 @@ def _functional(resolved: Resolved) -> dict[str, Any] | None:
     if resolved.num_devices > 1:
         return None
     return {"spec": resolved.model_spec(resolved.config.max_model_len), "env": resolved.env}
-
-
-def _read_adapter(resolved: Resolved, path: str) -> HostAdapter:
-    spec = make_spec(resolved.source, resolved.config.max_model_len)
-    return read_adapter(path, spec, resolved.spec, resolved.dtype, resolved.config.max_lora_rank)
 
 
 def build_follower(config: EngineConfig, progress: Progress | None = None) -> Follower:
@@ -170,6 +165,7 @@ class _Made(NamedTuple):
     device_count: int
     ranks: Ranks | None
     adapter: Adapter | None  # None: the weights are spread over processes
+    read_adapter: AdapterReader | None  # None: there are no LoRA adapters
 
 
 def find_model(config: EngineConfig) -> ModelSource:
@@ -194,6 +190,7 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
     config = pooling_settings(config, source)
     _check_platform(given.devices)
     resolved = _resolve(config, source, platform, target or device_target(jax.local_devices()[0]), given.devices)
+    reader = AdapterReader(resolved) if config.enable_lora else None
     adapter = None if ranks else _adapter(resolved, given)
     spec, dtype = resolved.spec, resolved.dtype
     if ranks:
@@ -230,7 +227,7 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
     num_sharing = 1 if platform == "gpu" else sharing(resolved, ranks)
     load = partial(load_beside, resolved, num_sharing, partial(_free_memory, resolved))
     device = Device(params, zeros(shapes.pools()), zeros(shapes.state()), programs, host_blocks, load, loras)
-    return _Made(resolved, plan, device, host_blocks, device_count, ranks, adapter)
+    return _Made(resolved, plan, device, host_blocks, device_count, ranks, adapter, reader)
 
 
 def _check_platform(devices: Sequence[jax.Device]) -> None:

@@ -86,8 +86,9 @@ class Shapes:
         """The adapters of all slots (None), or of so many. Without adapters: None."""
         if self.adapters is None:
             return None
-        tree = abstract_adapters(self.spec, self.dtype, self.adapters[0] if slots is None else slots, self.adapters[1])
-        return self.placement.place(tree, self.placement.adapters(self.spec)) if self.placement else tree
+        most, rank = self.adapters
+        tree = abstract_adapters(self.spec, self.dtype, slots or most, rank)
+        return self.placement.place(tree, self.placement.adapters(self.spec, rank)) if self.placement else tree
 
     def everywhere(self, tree: Any) -> Any:
         """Abstract arrays that every device holds whole."""
@@ -132,7 +133,7 @@ def forward_program(shapes: Shapes, key: ForwardKey) -> Program:
         function = make_tick(spec, *limits, shapes.stages, shapes.env)
         own = (state.tables, state.hidden)
     if place:
-        adapters = place.adapters(shapes.spec) if key.adapters else None
+        adapters = place.adapters(shapes.spec, shapes.adapters[1]) if key.adapters and shapes.adapters else None
         function = place.wrap_forward(function, shapes.spec, shapes.num_groups, key.pooled, adapters)
     loras = (shapes.loras(),) if key.adapters else ()
     arguments = (shapes.params(), shapes.pools(), state.tokens, *own, packed, *loras)
@@ -192,8 +193,8 @@ def load_adapter_program(shapes: Shapes) -> Program:
         return put_adapter(every, one, packed[1])
 
     function, place = load_adapter, shapes.placement
-    if place:
-        specs = place.adapters(shapes.spec)
+    if place and shapes.adapters:
+        specs = place.adapters(shapes.spec, shapes.adapters[1])
         function = place.wrap(load_adapter, (specs, specs, REPLICATED), specs)
     arguments = (shapes.loras(), shapes.loras(slots=1), shapes.everywhere(_ints(2)))
     return Program(LOAD_ADAPTER, function, arguments, donate=(0,))

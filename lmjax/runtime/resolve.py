@@ -19,6 +19,7 @@ from lmjax.parallel.placement import Placement
 from lmjax.parallel.split import Degree, SplitError, spread
 from lmjax.runtime.buckets import GPU_SAMPLERS, SAMPLERS, Buckets, ForwardKey
 from lmjax.runtime.compiler import Program, compile_all
+from lmjax.runtime.plan_costs import bytes_per_device
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
 from lmjax.runtime.quantization import packed_spec
 from lmjax.runtime.state import COPY_BATCH, MOST_WAITING, SWAP_BATCH
@@ -269,10 +270,12 @@ def step_bytes(shapes: Shapes, programs: Mapping[Hashable, ProgramMemory]) -> in
 
 
 def _copied_bytes(shapes: Shapes) -> int:
-    """What the program that copies blocks holds on to, and the transfers to and from the host that wait."""
+    """What the program that copies blocks holds on to, the transfers to and from the host that wait, and an adapter on
+    its way into its slot."""
     block = sum(kv.bytes_per_token() for kv in shapes.kv_specs) * shapes.block_size
     blocks = COPY_BATCH + (2 * (MOST_WAITING + 1) * SWAP_BATCH if shapes.host_tier else 0)
-    return blocks * block // (shapes.placement.size if shapes.placement else 1)
+    devices = shapes.placement.size if shapes.placement else 1
+    return blocks * block // devices + bytes_per_device(shapes.loras(slots=1), devices)
 
 
 def program_bytes(resolved: Resolved) -> int:
