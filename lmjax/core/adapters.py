@@ -41,8 +41,9 @@ class Adapters:
 
     def note_held(self, request: Request) -> None:
         """It waits for something else now."""
+        self.changed = True
         if request is self._first:
-            self._give_up_waiting()
+            self._first, self._passed, self._closed = None, 0, None
 
     def note_end(self, request: Request) -> None:
         """It has ended (and has given back its slot, if it had one)."""
@@ -76,6 +77,16 @@ class Adapters:
 
     # slots
 
+    def ready(self, first_aside: dict[int, Request]) -> list[int]:
+        """Whose requests, of those that were set aside, may find a slot now. first_aside: see ``WaitingQueue``."""
+        self.changed = False
+        closed = self._closed if self._first is None or self._first.adapter != self._closed else None
+        found = [adapter for adapter in first_aside if adapter in self.slots and adapter != closed]
+        others = sorted(
+            (request.rank, adapter) for adapter, request in first_aside.items() if adapter not in self.slots
+        )
+        return found + [adapter for _, adapter in others[: len(self._free) + len(self._left)]]
+
     def admits(self, request: Request) -> bool:
         """Whether a waiting request can have its adapter in this step. If not, it is to be set aside."""
         adapter = request.adapter
@@ -100,8 +111,7 @@ class Adapters:
         adapter, first = request.adapter, self._first
         if first is not None and request.rank > first.rank:
             self._passed += 1
-        elif request is first:
-            self._give_up_waiting()
+        self.note_held(request)
         slot = self.slots.get(adapter)
         if slot is None:
             slot = self._free.pop() if self._free else self.slots.pop(self._left.popitem(last=False)[0])
@@ -119,10 +129,6 @@ class Adapters:
             del self._pins[adapter]
             self._left[adapter] = None
             self.changed = True
-
-    def _give_up_waiting(self) -> None:
-        self._first, self._passed, self._closed = None, 0, None
-        self.changed = True
 
     def check_integrity(self, running: list[int], requests: list[int]) -> None:
         """running: the adapter of each running request that has one; requests: of every request."""

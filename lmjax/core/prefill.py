@@ -83,8 +83,8 @@ class PrefillPlanner:
     def _admit_waiting(self, left: int) -> None:
         state = self.state
         if state.adapters.changed:
-            state.adapters.changed = False
-            state.queue.bring_back()
+            for adapter in state.adapters.ready(state.queue.first_aside()):
+                state.queue.bring_back(adapter)
         # a slot that was given back in this step is not handed out again in it: its patches would collide, and
         # who was preempted may still have a token on its way
         while left > 0 and not state.vacated and state.table.num_free and len(self.rows) < self._most_rows:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lmjax.config import SchedulerConfig
+from lmjax.core.adapters import Adapters
 from lmjax.core.block_hash import root_digest
 from tests.core.test_equality import GROUPS, check_same, random_requests
 from tests.fakes import Driver, FakeExecutor, fake_info, request, run_requests
@@ -43,8 +44,8 @@ def test_the_base_model_has_the_names_that_blocks_always_had():
 
 WAYS = {
     "plenty": ({}, {}),
-    "preemption": ({"num_blocks": 30}, {}),
-    "swap": ({"num_blocks": 30, "host": 60}, {"preemption_mode": "swap"}),
+    "preemption": ({"num_blocks": 18}, {}),
+    "swap": ({"num_blocks": 18, "host": 60}, {"preemption_mode": "swap"}),
     "no cache": ({}, {"enable_prefix_caching": False}),
     "small steps": ({}, {"max_num_batched_tokens": 8}),
 }
@@ -52,7 +53,7 @@ WAYS = {
 
 def mixed_requests():
     rng = np.random.default_rng(5)
-    return [replace(one, adapter=int(rng.integers(0, 7))) for one in random_requests(count=120, seed=3)]
+    return [replace(one, adapter=int(rng.integers(0, 7))) for one in random_requests(count=60, seed=3)]
 
 
 @pytest.fixture(scope="module", params=GROUPS)
@@ -72,7 +73,7 @@ def test_seven_models_on_two_slots_answer_as_alone(alone, way, overlap):
     """Six adapters and the base model: random lengths, choices, prompt log-probabilities, prefix hits."""
     specs, asked, expected = alone
     device, changes = WAYS[way]
-    executor = FakeExecutor(info(2, specs=specs, **device))
+    executor = FakeExecutor(info(2, specs=specs, max_num_seqs=6, **device))
     arrivals = {one.handle: i // 2 for i, one in enumerate(asked)}
     answers, scheduler = run_requests(asked, config(**changes), executor.info, executor, overlap, arrivals, check=True)
     check_same(answers, expected)
@@ -145,6 +146,24 @@ def test_taking_turns_is_in_batches():
     answers, _ = run_requests(asked, config(), executor.info, executor, check=True)
     assert all(answer.reason == "length" for answer in answers.values())
     assert executor.adapter_loads <= 14, executor.adapter_loads
+
+
+def test_many_that_wait_cost_little(monkeypatch):
+    """Each is looked at a few times, not once a step or once an end."""
+    looks = 0
+    admits = Adapters.admits
+
+    def counted(self, one):
+        nonlocal looks
+        looks += 1
+        return admits(self, one)
+
+    monkeypatch.setattr(Adapters, "admits", counted)
+    count = 400
+    asked = [request(i, ids(i, 4), max_tokens=3, arrival=float(i), adapter=1 + i % 40) for i in range(count)]
+    answers, _ = run_requests(asked, config(), info(4, max_num_seqs=8))
+    assert all(answer.reason == "length" for answer in answers.values())
+    assert looks < 6 * count, looks
 
 
 def test_who_was_set_aside_can_be_aborted():
