@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--output", metavar="FILE", help="where the answers to --file go, a JSON object a line")
     generate.add_argument("--system", metavar="TEXT", help="the system message")
+    generate.add_argument("--lora", metavar="NAME", help="answer with this adapter of --lora-modules")
     generate.add_argument("--raw", action="store_true", help="go on with the text itself, without the chat template")
     add_options(generate, "sampling", SAMPLING)
     plan = commands.add_parser("plan", help="whether and how a model fits NVIDIA cards, found without one")
@@ -124,6 +125,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     replicas = given.pop("data_parallel_size", 1)
     arguments.label = config.rank_label
     settings = _server_settings({k: v for k, v in given.items() if k not in engine_names}, config)
+    _check_loras(config, settings)
     if config.node_rank:
         return _follow(config, settings)
     from server.app import run_server
@@ -138,6 +140,14 @@ def _check_replicas(given: dict[str, Any]) -> None:
         raise ConfigError(f"--data-parallel-size: got {replicas}, must be at least 1")
     if replicas > 1 and given.get("nnodes", 1) > 1:
         raise ConfigError(f"--data-parallel-size: got {replicas}, must be 1 with --nnodes above 1")
+
+
+def _check_loras(config: EngineConfig, settings: ServerSettings) -> None:
+    if settings.lora_dir is not None and not config.enable_lora:
+        raise ConfigError(f"--lora-dir: got {settings.lora_dir!r}, but needs --enable-lora")
+    for name in settings.served_model_names or (config.model,):
+        if name in config.lora_modules:
+            raise ConfigError(f"--lora-modules: got the name {name!r}, which is that of the model itself")
 
 
 def _follow(config: EngineConfig, settings: ServerSettings) -> int:
@@ -191,6 +201,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         raw=arguments.raw,
         system=arguments.system,
         sampling={k: v for k, v in given.items() if k in sampling_names},
+        lora=arguments.lora,
     )
     return run(job, config)
 

@@ -1,6 +1,7 @@
 """Configuration: frozen groups and one ``validate``. Standard library only; the CLI's flags are made from these fields.
 
-A field's metadata holds its help text (``help``) and, where only some values are allowed, ``choices``.
+A field's metadata holds its help text (``help``), where only some values are allowed, ``choices``, and ``pairs`` where
+a dict's flag takes ``name=value``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 QUANTIZATIONS = ("int8", "fp8", "int4")
 RUNNERS = ("auto", "generate", "pooling")
 POOLINGS = ("last", "mean", "cls")
+LORA_RANKS = (8, 16, 32, 64, 128, 256)
+MAX_LORA_NAME = 256  # characters
 BACKENDS = ("auto", "xla", "triton", "mosaic")
 
 
-def _opt(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    metadata = {"help": help, "choices": choices}
+def _opt(default: Any, help: str, choices: tuple[str, ...] | None = None, pairs: bool = False) -> Any:
+    metadata = {"help": help, "choices": choices, "pairs": pairs}
     if isinstance(default, list | dict):
         return field(default_factory=type(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -86,6 +89,16 @@ class EngineConfig:
     async_scheduling: bool = _opt(True, "plan the next step while the device runs the current one")
     max_num_queued_reqs: int | None = _opt(None, "most waiting requests; more get 429")
     max_num_queued_tokens: int | None = _opt(None, "most prompt tokens waiting; more get 429")
+    # adapters
+    enable_lora: bool = _opt(False, "serve LoRA adapters beside the model, chosen by a request's model name")
+    max_loras: int = _opt(8, "adapters on the device at once, and so in one step (--enable-lora)")
+    max_lora_rank: int = _opt(16, f"highest rank of an adapter: {', '.join(map(str, LORA_RANKS))} (--enable-lora)")
+    max_cpu_loras: int | None = _opt(
+        None, "adapters that may be loaded, all of them in host memory (default: --max-loras, at least 32)"
+    )
+    lora_modules: dict[str, str] = _opt(
+        {}, "adapters to load at the start: name=directory, or JSON objects with name and path", pairs=True
+    )
     # devices
     tensor_parallel_size: int = _opt(1, "number of devices that each layer is spread over")
     pipeline_parallel_size: int = _opt(1, "number of stages that the layers are cut into, each with its own devices")
@@ -121,6 +134,11 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def num_cpu_loras(self) -> int:
+        """``max_cpu_loras`` or its default."""
+        return max(self.max_loras, 32) if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
     def rank_label(self) -> str:
         """Begins the lines of a rank; empty where there is only one."""
         return f"rank {self.node_rank}: " if self.nnodes > 1 else ""
@@ -137,7 +155,7 @@ class EngineConfig:
         positive = (
             "block_size max_model_len kv_cache_memory_bytes num_gpu_blocks_override max_num_seqs "
             "max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens tensor_parallel_size "
-            "pipeline_parallel_size nnodes"
+            "pipeline_parallel_size nnodes max_loras max_cpu_loras"
         )
         for name in positive.split():
             value = getattr(self, name)
@@ -171,6 +189,7 @@ class EngineConfig:
         if not self.enable_chunked_prefill and self.pipeline_parallel_size > 1:
             raise ConfigError("--pipeline-parallel-size needs chunked prefill, which is switched off")
         self._validate_pooling()
+        self._validate_loras()
         self._validate_hosts()
         return self
 
@@ -186,6 +205,37 @@ class EngineConfig:
         if self.runner == "pooling" and self.pipeline_parallel_size > 1:
             raise ConfigError(
                 f"--runner: got pooling, must be generate with --pipeline-parallel-size {self.pipeline_parallel_size}"
+            )
+
+    def _validate_loras(self) -> None:
+        if not self.enable_lora:
+            for f in fields(self):
+                if "lora" in f.name and getattr(self, f.name) != (f.default if f.name != "lora_modules" else {}):
+                    raise ConfigError(f"{flag(f.name)}: got {getattr(self, f.name)!r}, but needs --enable-lora")
+            return
+        for name in ("pipeline_parallel_size", "nnodes"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"--enable-lora: got {flag(name)} {getattr(self, name)}, must be 1")
+        if self.max_lora_rank not in LORA_RANKS or isinstance(self.max_lora_rank, bool):
+            raise ConfigError(
+                f"--max-lora-rank: got {self.max_lora_rank!r}, must be one of {', '.join(map(str, LORA_RANKS))}"
+            )
+        if self.num_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras: got {self.max_cpu_loras}, must be at least --max-loras ({self.max_loras}): every "
+                "adapter is in host memory"
+            )
+        for name, path in self.lora_modules.items():
+            if not isinstance(name, str) or not 1 <= len(name) <= MAX_LORA_NAME or not name.isprintable():
+                raise ConfigError(
+                    f"--lora-modules: got the name {name!r:.300}, must be 1 to {MAX_LORA_NAME} printable characters"
+                )
+            if not isinstance(path, str) or not path:
+                raise ConfigError(f"--lora-modules: {name}: got {path!r}, must be the path of a directory")
+        if len(self.lora_modules) > self.num_cpu_loras:
+            raise ConfigError(
+                f"--lora-modules: got {len(self.lora_modules)} adapters, at most {self.num_cpu_loras} may be loaded "
+                "(--max-cpu-loras)"
             )
 
     def _validate_hosts(self) -> None:

@@ -18,7 +18,8 @@ from lmjax.config import ConfigError, EngineConfig, flag
 class Option:
     """One setting. ``kind``: str, int, float, bool, dict (JSON), or list (of str).
 
-    A list's flag takes several texts, or with ``repeat`` one, and may come several times.
+    A list's flag takes several texts, or with ``repeat`` one, and may come several times. With ``pairs`` a dict's flag
+    takes several ``name=path`` or JSON objects with name and path, as the config file's entry may be a list of those.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Option:
     default: Any = None
     choices: tuple[str, ...] | None = None
     repeat: bool = False
+    pairs: bool = False
 
     def check(self, value: Any) -> Any:
         """A value from the config file; raises ``ConfigError``."""
@@ -34,6 +36,8 @@ class Option:
             value = float(value)
         if self.kind is list and isinstance(value, str):
             value = [value]
+        if self.pairs and isinstance(value, list):
+            value = pairs_of(self.name, value)
         texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if type(value) is not self.kind or (self.kind is list and not texts):
             raise ConfigError(f"{flag(self.name)}: got {value!r}, must be {_NAMES[self.kind]}")
@@ -57,9 +61,11 @@ SERVER = (
     Option(
         "admin_api_key",
         list,
-        "a key for /v1/weights, /sleep, /wake_up and /is_sleeping, which are off without it; may be repeated",
+        "a key for /v1/weights, /sleep, /wake_up, /is_sleeping and the routes of adapters, which are off without it; "
+        "may be repeated",
         repeat=True,
     ),
+    Option("lora_dir", str, "folder from which /v1/load_lora_adapter may load (--enable-lora; default: none)"),
     Option("served_model_name", list, "names under which the model is served (default: --model)"),
     Option("allowed_origins", list, "origins that browsers may call from (CORS); * for all"),
     Option("root_path", str, "prefix of the path that a proxy leaves on requests"),
@@ -100,6 +106,7 @@ SIZING = (
     *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_logprobs"),
     *("max_num_batched_tokens", "enable_chunked_prefill", "attention_backend", "tensor_parallel_size"),
     *("pipeline_parallel_size", "enable_expert_parallel", "swap_space", "logprobs_mode", "deterministic"),
+    *("enable_lora", "max_loras", "max_lora_rank"),
 )
 
 SAMPLING = (
@@ -123,8 +130,36 @@ def engine_options() -> tuple[Option, ...]:
     options = []
     for f in fields(EngineConfig):
         default = None if f.default is MISSING else f.default
-        options.append(Option(f.name, _kind(hints[f.name]), f.metadata["help"], default, f.metadata["choices"]))
+        choices, pairs = f.metadata["choices"], f.metadata["pairs"]
+        options.append(Option(f.name, _kind(hints[f.name]), f.metadata["help"], default, choices, pairs=pairs))
     return tuple(options)
+
+
+def pairs_of(name: str, entries: Iterable[Any]) -> dict[str, str]:
+    """``name=path`` texts, or objects with name and path (also as JSON), as a dict. Raises ``ConfigError``."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        given = entry
+        if isinstance(entry, str) and entry.lstrip().startswith("{"):
+            try:
+                given = json.loads(entry)
+            except ValueError:
+                raise ConfigError(f"{flag(name)}: got {entry!r}, which is no JSON") from None
+        if isinstance(given, str):
+            key, equals, path = given.partition("=")
+            if not equals:
+                raise ConfigError(f"{flag(name)}: got {given!r}, must be name=path or a JSON object with name and path")
+            given = {"name": key, "path": path}
+        if not isinstance(given, dict) or set(given) != {"name", "path"} or not all(map(_is_text, given.values())):
+            raise ConfigError(f"{flag(name)}: got {entry!r}, must have name and path, two texts, and nothing else")
+        if given["name"] in found:
+            raise ConfigError(f"{flag(name)}: got the name {given['name']!r} twice")
+        found[given["name"]] = given["path"]
+    return found
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _kind(hint: Any) -> type:
@@ -154,6 +189,8 @@ def add_options(parser: argparse.ArgumentParser, title: str, options: Iterable[O
         settings: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": help}
         if option.kind is bool:
             settings["action"] = argparse.BooleanOptionalAction
+        elif option.pairs:
+            settings |= {"action": _Pairs, "nargs": "+", "metavar": "NAME=PATH"}
         elif option.kind is list:
             settings |= {"action": "append"} if option.repeat else {"action": "extend", "nargs": "+"}
             settings["metavar"] = "TEXT"
@@ -161,6 +198,18 @@ def add_options(parser: argparse.ArgumentParser, title: str, options: Iterable[O
             metavar = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
             settings |= {"type": _PARSERS[option.kind], "metavar": metavar}
         group.add_argument(flag(option.name), **settings)
+
+
+class _Pairs(argparse.Action):
+    """Merges what several flags of a name give."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest, {})
+        try:
+            given = pairs_of(self.dest, [*({"name": n, "path": p} for n, p in earlier.items()), *values])
+        except ConfigError as error:
+            parser.error(str(error))
+        setattr(namespace, self.dest, given)
 
 
 def _integer(text: str) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from lmjax.types import PoolingParams, RequestMetrics, RequestUpdate, SamplingParams
+from lmjax.types import LoraInfo, PoolingParams, RequestMetrics, RequestUpdate, SamplingParams
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,6 +47,7 @@ class EngineInfo:
     logprobs_mode: str = "raw_logprobs"  # or processed_logprobs
     generates: bool = True  # False: --runner pooling
     pooling: PoolingInfo | None = None  # None: this engine cannot pool
+    max_loras: int = 0  # adapters on the device at once; 0: --enable-lora was not given
 
 
 @dataclass(slots=True)
@@ -77,6 +78,8 @@ class EngineStats:
     pipeline_idle_ticks: int = 0  # in which no step entered, though others were under way
     step_host_seconds: float = 0.0
     step_device_seconds: float = 0.0
+    running_loras: list[str] = field(default_factory=list)  # adapters of requests that have begun, each once
+    waiting_loras: list[str] = field(default_factory=list)  # of those that have not
     iteration_tokens: list[int] = field(default_factory=list)  # scheduled tokens of each step since the last snapshot
 
 
@@ -120,11 +123,13 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> AsyncIterator[RequestUpdate]:
         """Validates at the call, then yields updates; closing the iterator aborts the request.
 
-        Updates that the reader has not taken are merged into one. Raises ``QueueFullError`` and
-        ``EngineDeadError`` from the iterator.
+        ``lora``: the adapter to answer with, one of ``loras``. Updates that the reader has not taken are merged into
+        one. Raises ``AdapterError`` for an adapter that is not there, at the call or, where it went meanwhile, from
+        the iterator, as ``QueueFullError`` and ``EngineDeadError``.
         """
         ...
 
@@ -150,10 +155,12 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> Pooled:
         """The embedding of a text, or with a cross-encoder the score of a pair, whose second text begins at ``split``.
 
-        Cancelling it aborts the request. Raises ``ParameterError``, ``QueueFullError`` and ``EngineDeadError``.
+        Cancelling it aborts the request. Raises ``ParameterError``, ``AdapterError``, ``QueueFullError`` and
+        ``EngineDeadError``.
         """
         ...
 
@@ -183,6 +190,20 @@ class EngineClient(Protocol):
 
     async def wake_up(self) -> None:
         """After level 2 the weights are read again from where they came from. Raises ``OrderError``."""
+        ...
+
+    @property
+    def loras(self) -> Mapping[str, LoraInfo]:
+        """The adapters that requests may name. ``on_device`` is of when one was loaded."""
+        ...
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """An adapter from a PEFT directory, while requests go on. Raises ``AdapterError``; then nothing has changed."""
+        ...
+
+    async def unload_lora(self, name: str) -> None:
+        """New requests cannot name it from the call on; those that are there are answered with it. Raises
+        ``AdapterError`` if there is no such adapter."""
         ...
 
     @property

@@ -21,7 +21,8 @@ _SAMPLING_NAMES = {option.name for option in SAMPLING} | {"seed"}
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What ``lmjax generate`` was asked to do. ``sampling``: the SamplingParams fields that were given."""
+    """What ``lmjax generate`` was asked to do. ``sampling``: the SamplingParams fields that were given. ``lora``: an
+    adapter of ``--lora-modules``."""
 
     prompt: str | None
     file: Path | None
@@ -29,12 +30,15 @@ class Job:
     raw: bool
     system: str | None
     sampling: dict[str, Any]
+    lora: str | None = None
 
 
 def run(job: Job, config: EngineConfig) -> int:
     """Raises ``ValueError`` (one line) when settings, model or input are at fault."""
     SamplingParams(**job.sampling)  # before the model is loaded
-    lines = _read_lines(job.file) if job.file else []
+    if job.lora is not None and job.lora not in config.lora_modules:
+        raise ConfigError(f"--lora: {_no_adapter(job.lora, config)}")
+    lines = _read_lines(job.file, config) if job.file else []
     target = _open_output(job.output) if job.output else None
     if job.prompt is None and job.file is None and not sys.stdin.isatty():
         job = dataclasses.replace(job, prompt=sys.stdin.read())
@@ -52,6 +56,10 @@ def run(job: Job, config: EngineConfig) -> int:
         else:
             _converse(llm, job)
     return 0
+
+
+def _no_adapter(name: Any, config: EngineConfig) -> str:
+    return f"got {name!r}, must be an adapter of --lora-modules ({', '.join(config.lora_modules) or 'there is none'})"
 
 
 def _say(line: str) -> None:
@@ -101,7 +109,7 @@ def _answer(llm: LLM, job: Job, messages: list[dict[str, str]]) -> str:
     else:
         prompt = messages[-1]["content"]
     parts: list[str] = []
-    updates = llm.stream(prompt, params)
+    updates = llm.stream(prompt, params, lora=job.lora)
     try:
         for update in updates:
             for delta in update.deltas:
@@ -128,20 +136,21 @@ def _params(llm: LLM, job: Job, chat: bool, changes: dict[str, Any] | None = Non
 # --- batches ------------------------------------------------------------------------------------------------------
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Each line: a JSON string (a prompt), or an object with ``prompt`` or ``messages`` and sampling parameters."""
+def _read_lines(path: Path, config: EngineConfig) -> list[dict[str, Any]]:
+    """Each line: a JSON string (a prompt), or an object with ``prompt`` or ``messages``, sampling parameters and
+    ``lora``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--file: {path}: {getattr(error, 'strerror', None) or error}") from None
-    return [_check_line(f"{path}:{number}", line) for number, line in _numbered(text) if line.strip()]
+    return [_check_line(f"{path}:{number}", line, config) for number, line in _numbered(text) if line.strip()]
 
 
 def _numbered(text: str) -> Iterator[tuple[int, str]]:
     return enumerate(text.split("\n"), 1)
 
 
-def _check_line(where: str, line: str) -> dict[str, Any]:
+def _check_line(where: str, line: str, config: EngineConfig) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -152,8 +161,11 @@ def _check_line(where: str, line: str) -> dict[str, Any]:
         raise ConfigError(f"--file: {where}: must be a text, or an object with either 'prompt' or 'messages'")
     if "prompt" in entry and not isinstance(entry["prompt"], str):
         raise ConfigError(f"--file: {where}: prompt: must be a text")
-    if unknown := set(entry) - _SAMPLING_NAMES - {"prompt", "messages"}:
-        raise ConfigError(f"--file: {where}: {min(unknown)}: unknown; known are {', '.join(sorted(_SAMPLING_NAMES))}")
+    if unknown := set(entry) - _SAMPLING_NAMES - {"prompt", "messages", "lora"}:
+        known = ", ".join(sorted(_SAMPLING_NAMES | {"lora"}))
+        raise ConfigError(f"--file: {where}: {min(unknown)}: unknown; known are {known}")
+    if (name := entry.get("lora")) is not None and (not isinstance(name, str) or name not in config.lora_modules):
+        raise ConfigError(f"--file: {where}: lora: {_no_adapter(name, config)}")
     try:
         SamplingParams(**_sampling_of(entry))
     except ParameterError as error:
@@ -173,21 +185,23 @@ def _open_output(path: Path) -> IO[str]:
 
 
 def _batch(llm: LLM, job: Job, lines: list[dict[str, Any]], target: IO[str]) -> None:
-    """Answers in the order of the lines. A prompt by itself is a user's message where the model chats."""
-    prompts, params = [], []
+    """Answers in the order of the lines. A prompt by itself is a user's message where the model chats; a line's own
+    ``lora``, null too (the model itself), goes before ``--lora``."""
+    prompts, params, loras = [], [], []
     for entry in lines:
         chat = "messages" in entry or _chats(llm, job)
         messages = entry.get("messages") or _first_messages(job, entry.get("prompt", ""))
         prompts.append(llm.encode_chat(messages) if chat else llm.tokenizer.encode(entry["prompt"]))
         params.append(_params(llm, job, chat, _sampling_of(entry)))
-    for entry, output in zip(lines, llm.generate(prompts, params) if prompts else [], strict=True):
+        loras.append(entry.get("lora", job.lora))
+    for entry, output in zip(lines, llm.generate(prompts, params, lora=loras) if prompts else [], strict=True):
         target.write(json.dumps(_result(entry, output), ensure_ascii=False) + "\n")
 
 
 def _result(entry: dict[str, Any], output: RequestOutput) -> dict[str, Any]:
     answer = output.outputs[0]
     return {
-        **{name: entry[name] for name in ("prompt", "messages") if name in entry},
+        **{name: entry[name] for name in ("prompt", "messages", "lora") if name in entry},
         "text": answer.text,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,

@@ -53,6 +53,16 @@ class OrderError(ValueError):
         self.internal = internal
 
 
+class AdapterError(ValueError):
+    """A LoRA adapter cannot be loaded, or there is none of that name; nothing has changed. The message names the file,
+    the module or the field at fault, what it is and what is allowed. ``unknown``: there is no such adapter. ``field``:
+    whether its files ("path") or its name are at fault."""
+
+    def __init__(self, message: str, unknown: bool = False, field: Literal["path", "name"] = "path"):
+        super().__init__(message)
+        self.unknown, self.field = unknown, field
+
+
 class EngineDeadError(RuntimeError):
     """The engine (process) has died or is shutting down: no request of it can go on.
 
@@ -269,6 +279,16 @@ class KVSpec:
         """scales: with those of 1-byte elements."""
         of_scales = self.sides * 4 if scales and self.scaled else 0
         return len(self.layers) * self.kv_heads * ((self.k_dim + self.v_dim) * self.item_bytes + of_scales)
+
+
+@dataclass(slots=True, frozen=True)
+class LoraInfo:
+    """A LoRA adapter that requests may name. ``path``: of its directory, as given. ``on_device``: it has a slot now."""
+
+    name: str
+    path: str
+    rank: int
+    on_device: bool = False
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,6 +2,7 @@
 
     python scripts/make_goldens.py tiny
     python scripts/make_goldens.py families [NAME ...]
+    python scripts/make_goldens.py loras           # needs peft, too
     python scripts/make_goldens.py encoders
     python scripts/make_goldens.py minilm DIR      # DIR: all-MiniLM-L6-v2
     python scripts/make_goldens.py smollm2 DIR     # DIR: the embedded model as a float32 Hugging Face directory
@@ -97,6 +98,44 @@ def make_families(names: list[str]) -> None:
         print(f"{name}: logits' deviation {float(arrays[f'{name}/0'].std()):.2f}")
     np.savez_compressed(path, **arrays)
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
+
+
+def make_loras() -> None:
+    """Greedy tokens of the base model and of each of ``tiny_loras.MANY``, and the logits after a prompt of each of
+    ``tiny_loras.FAMILIES``, all with the adapter merged into the weights -> tests/goldens/loras.npz."""
+    from peft import PeftModel
+
+    from tests import tiny, tiny_loras
+
+    arrays: dict[str, np.ndarray] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        base = load(tiny.write(tiny_loras.MODEL, folder))
+        for i, ids in enumerate(tiny_loras.prompts("base")):
+            tokens, _, gaps = greedy(base, ids, tiny_loras.GREEDY)
+            arrays[f"base/{i}"], arrays[f"base/gap/{i}"] = np.array(tokens, np.int32), np.array(min(gaps), np.float32)
+    for name, adapter in tiny_loras.ADAPTERS.items():
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as own:
+            model = load(tiny.write(adapter.case, folder))
+            beside = PeftModel.from_pretrained(model, str(tiny_loras.write(name, own)))
+            arrays[f"{name}/checksum"] = np.array(tiny.checksum(tiny_loras.tensors(name)))
+            given = torch.tensor(tiny_loras.prompts(name)[0], dtype=torch.long)[None]
+            with torch.no_grad():
+                unmerged, plain = beside(given, use_cache=False).logits[0, -1], None
+                with beside.disable_adapter():
+                    plain = beside(given, use_cache=False).logits[0, -1]
+            merged = beside.merge_and_unload()
+            with torch.no_grad():
+                logits = merged(given, use_cache=False).logits[0, -1]
+            assert torch.allclose(logits, unmerged, atol=2e-4), (name, (logits - unmerged).abs().max())
+            print(f"{name}: logits' deviation {logits.std():.2f}, changed by {(logits - plain).std():.2f}")
+            if name in tiny_loras.FAMILIES:
+                arrays[name] = logits.float().numpy()
+                continue
+            for i, ids in enumerate(tiny_loras.prompts(name)):
+                tokens, _, gaps = greedy(merged, ids, tiny_loras.GREEDY)
+                arrays[f"{name}/{i}"] = np.array(tokens, np.int32)
+                arrays[f"{name}/gap/{i}"] = np.array(min(gaps), np.float32)
+    np.savez_compressed(GOLDENS / "loras.npz", **arrays)
 
 
 def make_encoders() -> None:
@@ -207,7 +246,7 @@ def make_gemma3(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "families", "encoders", "minilm", "smollm2", "gemma3"])
+    parser.add_argument("what", choices=["tiny", "families", "loras", "encoders", "minilm", "smollm2", "gemma3"])
     parser.add_argument("names", nargs="*", help="the model's directory (of smollm2 in float32); families: some")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -216,6 +255,8 @@ def main() -> None:
         make_tiny()
     elif args.what == "families":
         make_families(args.names)
+    elif args.what == "loras":
+        make_loras()
     elif args.what == "encoders":
         make_encoders()
     elif len(args.names) != 1:

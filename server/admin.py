@@ -1,5 +1,5 @@
-"""Routes for who runs the server: ``/v1/weights``, ``/sleep``, ``/wake_up``, ``/is_sleeping``. Off without
-``--admin-api-key``."""
+"""Routes for who runs the server: ``/v1/weights``, ``/sleep``, ``/wake_up``, ``/is_sleeping`` (and those of
+``adapters.py``). Off without ``--admin-api-key``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("lmjax.server")
 _TAGS = "weights and KV pool wake together; there are no tags"
 
 
-def _for_operators(handler: Handler) -> Handler:
+def for_operators(handler: Handler) -> Handler:
     """Looks at the key itself, however the path was written that led here."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
@@ -36,17 +36,17 @@ def _for_operators(handler: Handler) -> Handler:
     return checked
 
 
-@_for_operators
+@for_operators
 async def get_weights(request: web.Request) -> web.Response:
-    _check_query(request.query, set())
+    check_query(request.query, set())
     return json_response({"version": request.app[STATE].engine().weight_version})
 
 
-@_for_operators
+@for_operators
 async def load_weights(request: web.Request) -> web.Response:
     """Answers when the next step runs with them. A client that goes meanwhile does not stop it."""
     client = request.app[STATE].engine()
-    _check_query(request.query, set())
+    check_query(request.query, set())
     asked = decode(await read_body(request), WEIGHTS, WeightsRequest)
     if not asked.path:
         raise bad_request("path", "is missing; it is a directory or a .gguf file that the server can read")
@@ -57,7 +57,7 @@ async def load_weights(request: web.Request) -> web.Response:
     return json_response({"version": client.weight_version, "seconds": seconds})
 
 
-@_for_operators
+@for_operators
 async def sleep(request: web.Request) -> web.Response:
     client = request.app[STATE].engine()
     given = (await _query(request, {"level"})).get("level", "1")
@@ -67,7 +67,7 @@ async def sleep(request: web.Request) -> web.Response:
     return json_response({"is_sleeping": True})
 
 
-@_for_operators
+@for_operators
 async def wake_up(request: web.Request) -> web.Response:
     client = request.app[STATE].engine()
     await _query(request, set())
@@ -75,9 +75,9 @@ async def wake_up(request: web.Request) -> web.Response:
     return json_response({"is_sleeping": False})
 
 
-@_for_operators
+@for_operators
 async def is_sleeping(request: web.Request) -> web.Response:
-    _check_query(request.query, set())
+    check_query(request.query, set())
     return json_response({"is_sleeping": request.app[STATE].engine().sleep_level > 0})
 
 
@@ -86,11 +86,11 @@ async def _query(request: web.Request, known: set[str]) -> Mapping[str, str]:
     if (await request.read()).strip() not in (b"", b"{}"):
         instead = f"parameters of the query: {', '.join(known)}" if known else "nothing"
         raise bad_request("body", f"has content, but this route takes {instead}")
-    _check_query(request.query, known)
+    check_query(request.query, known)
     return request.query
 
 
-def _check_query(query: Mapping[str, str], known: set[str]) -> None:
+def check_query(query: Mapping[str, str], known: set[str]) -> None:
     for name in query:
         if name not in known:
             why = _TAGS if name == "tags" else "unknown parameter"

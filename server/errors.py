@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from lmjax.types import EngineDeadError, OrderError, ParameterError, QueueFullError
+from lmjax.types import AdapterError, EngineDeadError, OrderError, ParameterError, QueueFullError
 
 log = logging.getLogger("lmjax.server")
 
@@ -54,6 +54,11 @@ def bad_request(param: str | None, message: str, code: str = "invalid_value") ->
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
+def no_model(name: str) -> ApiError:
+    shown = name if len(name) <= 100 else name[:97] + "..."
+    return ApiError(404, f"model: there is no model '{shown}' here", param="model", code="model_not_found")
+
+
 def unavailable(message: str, code: str = "unavailable", retry_after: int = 5) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})
 
@@ -66,6 +71,10 @@ def to_api_error(exc: BaseException, renames: dict[str, str] | None = None) -> A
         return _parameter_error(exc, renames or {})
     if isinstance(exc, QueueFullError):
         return ApiError(429, str(exc), code="queue_full", headers={"Retry-After": str(exc.retry_after)})
+    if isinstance(exc, AdapterError):
+        if exc.unknown:
+            return ApiError(404, f"model: {exc}", param="model", code="model_not_found")
+        return ApiError(400, str(exc), code="invalid_adapter")
     if isinstance(exc, OrderError):
         return ApiError(500 if exc.internal else 400, str(exc), code="internal_error" if exc.internal else "refused")
     if isinstance(exc, EngineDeadError):

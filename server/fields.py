@@ -14,12 +14,25 @@ import msgspec
 from server.errors import ApiError, bad_request
 
 Kind = Literal["applied", "neutral", "hint", "refused"]
-Route = Literal["completions", "chat", "tokenize", "detokenize", "weights", "embeddings", "score", "rerank"]
+Route = Literal[
+    "completions",
+    "chat",
+    "tokenize",
+    "detokenize",
+    "weights",
+    "load_lora",
+    "unload_lora",
+    "embeddings",
+    "score",
+    "rerank",
+]
 COMPLETION: Route = "completions"
 CHAT: Route = "chat"
 TOKENIZE: Route = "tokenize"
 DETOKENIZE: Route = "detokenize"
 WEIGHTS: Route = "weights"
+LOAD_LORA: Route = "load_lora"
+UNLOAD_LORA: Route = "unload_lora"
 EMBEDDINGS: Route = "embeddings"
 SCORE: Route = "score"
 RERANK: Route = "rerank"
@@ -122,6 +135,14 @@ FIELDS: dict[str, dict[str, Field]] = {
     | _refused("images and audio are not supported", "mm_processor_kwargs media_io_kwargs"),
     DETOKENIZE: _applied("model tokens"),
     WEIGHTS: _applied("path version kv_cache"),
+    LOAD_LORA: _applied("lora_name lora_path")
+    | {
+        "load_inplace": Field(
+            "neutral", "an adapter is not changed under requests: unload it, then load the other one", (False,)
+        )
+    }
+    | _refused("adapters here are PEFT's, one matrix a module", "is_3d_lora_weight"),
+    UNLOAD_LORA: _applied("lora_name") | _refused("adapters are named by lora_name alone", "lora_int_id"),
     EMBEDDINGS: _POOLING
     | _applied("input encoding_format dimensions add_special_tokens normalize")
     | {

@@ -19,7 +19,8 @@ Batch = list[tuple[int, RequestUpdate]]  # (prompt index, update)
 class Generation:
     """Iterate ``batches()``; always ``await close()`` at the end, which aborts what still runs.
 
-    Tokens are counted here, for usage and the access log (none generated with ``prompt_only``).
+    ``lora``: the adapter that the request names (``ServerState.lora_of``). Tokens are counted here, for usage and the
+    access log (none generated with ``prompt_only``).
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Generation:
         metrics: ServerMetrics,
         jobs: list[Job],
         *,
+        lora: str | None,
         priority: int = 0,
         cache_salt: str | None = None,
         prompt_only: bool = False,
@@ -35,7 +37,9 @@ class Generation:
         name = uuid.uuid4().hex  # never the client's own id: two live requests may share that one
         self._prompt_only = prompt_only
         self._iterators: list[AsyncIterator[RequestUpdate]] = [
-            client.generate(job.ids, job.params, request_id=f"{name}-{i}", priority=priority, cache_salt=cache_salt)
+            client.generate(
+                job.ids, job.params, request_id=f"{name}-{i}", priority=priority, cache_salt=cache_salt, lora=lora
+            )
             for i, job in enumerate(jobs)
         ]
         self._timers = [RequestTimer(metrics, job.params) for job in jobs]

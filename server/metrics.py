@@ -80,6 +80,7 @@ _COUNTERS = (
     ("step_host_seconds", "step_host_seconds", "Host time of steps"),
     ("step_device_seconds", "step_device_seconds", "Device time of steps"),
 )
+_LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")  # as in vLLM
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests in the running batch"),
     ("num_requests_waiting", "num_waiting", "Requests that wait for a place"),
@@ -172,13 +173,20 @@ class ServerMetrics:
         cache = gauge("cache_config_info", "The KV cache", "block_size", "num_gpu_blocks", "cache_dtype")
         weights = gauge("weights_info", "The version of the weights", "weight_version")
         sleep = gauge("sleep_level", "0: awake; 1: no KV pool; 2: no weights either")
-        for engine, (info, _, is_alive) in self._latest.items():
+        adapters = gauge("lora_requests_info", "Adapters of requests; the time of the look", *_LORA_LABELS)
+        for engine, (info, stats, is_alive) in self._latest.items():
+            if info.max_loras:
+                used = (stats.running_loras, stats.waiting_loras)
+                about = (str(info.max_loras), *map(",".join, used))
+                adapters.add_metric((*self._labels(engine), *about), time.time())
             labels = self._labels(engine)
             alive.add_metric(labels, is_alive)
             cache.add_metric((*labels, *map(str, (info.block_size, info.num_kv_blocks, info.dtype))), 1)
             weights.add_metric((*labels, str(version)), 1)
             sleep.add_metric(labels, level)
         yield from (alive, cache, weights, sleep)
+        if adapters.samples:
+            yield adapters
 
     def poll(self) -> None:
         """Takes the engines' snapshots; their lists of step sizes go into the histogram, each step once."""

@@ -20,7 +20,10 @@ from server.settings import ServerSettings
 access_log = logging.getLogger("lmjax.access")
 
 OPEN_PATHS = ("/health", "/ready", "/ping")
-ADMIN_PATHS = ("/v1/weights", "/sleep", "/wake_up", "/is_sleeping")
+ADMIN_PATHS = (
+    *("/v1/weights", "/sleep", "/wake_up", "/is_sleeping"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
 CLIENT_CLOSED = 499  # for the log only: the client went away first
 
 

@@ -81,8 +81,12 @@ async def run_all(
     jobs: Sequence[PoolJob],
     params: PoolingParams,
     asked: PoolingRequest,
+    lora: str | None,
 ) -> list[Pooled]:
-    """Results in the order of the jobs. If one fails or the client goes, the others are aborted."""
+    """Results in the order of the jobs. If one fails or the client goes, the others are aborted.
+
+    ``lora``: the adapter that the request names (``ServerState.lora_of``).
+    """
     name = new_id("pool")  # never the client's own id: two live requests may share that one
     timers = [RequestTimer(state.metrics, _NOTHING_DRAWN) for _ in jobs]
 
@@ -95,6 +99,7 @@ async def run_all(
             request_id=f"{name}-{index}",
             priority=asked.priority,
             cache_salt=asked.cache_salt,
+            lora=lora,
         )
         timers[index].pooled(found)
         return found

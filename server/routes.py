@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from lmjax.protocol import EngineClient
-from server import admin, probes
+from server import adapters, admin, probes
 from server.metrics import ServerMetrics
 from server.middleware import make_guard, make_headers, observe
 from server.openai.chat import chat_completions
@@ -34,6 +34,7 @@ ROUTES = (
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     *admin.ROUTES,
+    *adapters.ROUTES,
 )
 
 

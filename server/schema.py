@@ -18,9 +18,11 @@ from server.fields import (
     COMPLETION,
     DETOKENIZE,
     EMBEDDINGS,
+    LOAD_LORA,
     RERANK,
     SCORE,
     TOKENIZE,
+    UNLOAD_LORA,
     WEIGHTS,
     Route,
     applied_fields,
@@ -118,6 +120,15 @@ class WeightsRequest(msgspec.Struct, kw_only=True):
     kv_cache: str = "keep"
 
 
+class LoadLoraRequest(msgspec.Struct, kw_only=True):
+    lora_name: str | None = None
+    lora_path: str | None = None
+
+
+class UnloadLoraRequest(msgspec.Struct, kw_only=True):
+    lora_name: str | None = None
+
+
 class PoolingRequest(msgspec.Struct, kw_only=True):
     """What embeddings and scores have in common."""
 
@@ -166,6 +177,8 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
     WEIGHTS: WeightsRequest,
+    LOAD_LORA: LoadLoraRequest,
+    UNLOAD_LORA: UnloadLoraRequest,
     EMBEDDINGS: EmbeddingRequest,
     SCORE: ScoreRequest,
     RERANK: RerankRequest,

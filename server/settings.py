@@ -23,7 +23,8 @@ class ServerSettings:
     port: int = 8000
     uds: str | None = None  # path of a Unix socket, instead of host and port
     api_keys: tuple[str, ...] = ()
-    admin_api_keys: tuple[str, ...] = ()  # empty: the routes for weights and sleep are off
+    admin_api_keys: tuple[str, ...] = ()  # empty: the routes for weights, sleep and adapters are off
+    lora_dir: str | None = None  # where adapters may be loaded from over HTTP; None: nowhere
     served_model_names: tuple[str, ...] = ()  # empty: the engine's own name of the model
     allowed_origins: tuple[str, ...] = ()  # CORS; "*" for all
     root_path: str = ""  # prefix that a proxy may leave on the path
@@ -47,6 +48,11 @@ class ServerSettings:
             raise SettingsError("--admin-api-key: a key must be printable ASCII and not empty")
         if set(self.admin_api_keys) & set(self.api_keys):
             raise SettingsError("--admin-api-key: must differ from --api-key, which every client has")
+        if self.lora_dir is not None:
+            if not self.admin_api_keys:
+                raise SettingsError("--lora-dir: needs --admin-api-key: without it /v1/load_lora_adapter is off")
+            if not Path(self.lora_dir).is_dir():
+                raise SettingsError(f"--lora-dir: there is no directory {self.lora_dir}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise SettingsError(f"--root-path: got {self.root_path!r}, must start with / and not end with it")
         if self.shutdown_timeout < 0:

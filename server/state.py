@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from lmjax.protocol import EngineClient
-from server.errors import ApiError, unavailable
+from server.errors import ApiError, no_model, unavailable
 from server.metrics import ServerMetrics
 from server.settings import ServerSettings
 
@@ -62,14 +62,17 @@ class ServerState:
             raise
 
     def model_name(self, requested: str | None) -> str:
-        """The name to answer with; raises ``ApiError`` 404 for a model that is not served."""
+        """The name to answer with: of the model or of an adapter. Raises ``ApiError`` 404 for others."""
         names = self.model_names
         if requested is None:
             return names[0]
-        if requested not in names:
-            shown = requested if len(requested) <= 100 else requested[:97] + "..."
-            raise ApiError(404, f"model: there is no model '{shown}' here", param="model", code="model_not_found")
+        if requested not in names and not (self.client and requested in self.client.loras):
+            raise no_model(requested)
         return requested
+
+    def lora_of(self, model: str) -> str | None:
+        """The adapter that a name of ``model_name`` means; None: the model itself."""
+        return None if model in self.model_names else model
 
     async def offload(self, heavy: bool, work: Callable[..., R], *args: Any) -> R:
         """Runs ``work`` at once if it is light, else in a thread, so that other requests go on meanwhile."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lmjax.core.output import PromptRows
+from lmjax.engine.lora_names import check_new_lora, find_lora
 from lmjax.engine.pooling import check_pooling, prepare
 from lmjax.engine.validate import check_request
 from lmjax.protocol import EngineInfo, EngineReport, EngineStats, Pooled
@@ -24,6 +25,7 @@ from lmjax.text.tokenizer import Tokenizer, load_tokenizer
 from lmjax.types import (
     Delta,
     EngineDeadError,
+    LoraInfo,
     PoolingParams,
     QueueFullError,
     RequestMetrics,
@@ -53,6 +55,7 @@ class Asked:
     request_id: str | None
     priority: int
     cache_salt: str | None
+    lora: str | None = None
 
 
 class FakeEngine:
@@ -91,6 +94,7 @@ class FakeEngine:
         self.sleep_level = 0
         self.orders: list[tuple[Any, ...]] = []
         self.refuse_orders: Exception | None = None
+        self.loras: dict[str, LoraInfo] = {}
 
     # --- EngineClient -----------------------------------------------------------------------------------------
 
@@ -106,10 +110,12 @@ class FakeEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> AsyncIterator[RequestUpdate]:
+        find_lora(lora, self.loras, self.info)
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
-        self.asked.append(Asked(checked.prompt, checked.params, request_id, priority, cache_salt))
-        return self._stream(checked.prompt, checked.params, set(checked.stop_ids), request_id or "?")
+        self.asked.append(Asked(checked.prompt, checked.params, request_id, priority, cache_salt, lora))
+        return self._stream(checked.prompt, checked.params, set(checked.stop_ids), request_id or "?", lora)
 
     def pooling_prompt(
         self,
@@ -123,6 +129,7 @@ class FakeEngine:
     async def pool(self, prompt_token_ids: list[int], params: PoolingParams, **rest: Any) -> Pooled:
         """The "hidden state" of a prompt: (its length, its first id, its last one, 1), or the length of a pair's
         second text."""
+        find_lora(rest["lora"], self.loras, self.info)
         checked = check_pooling(prompt_token_ids, params, self.info, rest["split"])
         self.pooled.append((prompt_token_ids, params, rest))
         self.running += 1
@@ -153,6 +160,16 @@ class FakeEngine:
         self._order("load", path, version, kv_cache)
         self.weight_version = version if version is not None else int(self.weight_version) + 1
 
+    async def load_lora(self, name: str, path: str) -> None:
+        check_new_lora(name, path, self.loras, self.info)
+        self._order("load_lora", name, path)
+        self.loras[name] = LoraInfo(name, path, 8)
+
+    async def unload_lora(self, name: str) -> None:
+        find_lora(name, self.loras, self.info)
+        self._order("unload_lora", name)
+        del self.loras[name]
+
     async def sleep(self, level: int = 1) -> None:
         self._order("sleep", level)
         self.sleep_level = level
@@ -182,14 +199,15 @@ class FakeEngine:
     # --- inside -----------------------------------------------------------------------------------------------
 
     async def _stream(
-        self, prompt: list[int], params: SamplingParams, stop_ids: set[int], request_id: str
+        self, prompt: list[int], params: SamplingParams, stop_ids: set[int], request_id: str, lora: str | None
     ) -> AsyncIterator[RequestUpdate]:
+        find_lora(lora, self.loras, self.info)  # it may have gone
         if self.refuse is not None:
             raise self.refuse
         self.running += 1
         finished = False
         try:
-            choices = [_Choice(self, prompt, params, stop_ids, i) for i in range(params.n)]
+            choices = [_Choice(self, prompt, params, stop_ids, i, lora) for i in range(params.n)]
             times = RequestMetrics(arrival=time.monotonic(), scheduled=time.monotonic())
             cached = (len(prompt) - 1) // 16 * 16 if any(a.ids == prompt for a in self.asked[:-1]) else 0
             prompt_logprobs = choices[0].prompt_logprobs()
@@ -231,9 +249,19 @@ class FakeEngine:
 
 
 class _Choice:
-    def __init__(self, engine: FakeEngine, prompt: list[int], params: SamplingParams, stop_ids: set[int], index: int):
+    def __init__(
+        self,
+        engine: FakeEngine,
+        prompt: list[int],
+        params: SamplingParams,
+        stop_ids: set[int],
+        index: int,
+        lora: str | None,
+    ):
         self._engine, self._prompt, self._params, self._stop_ids, self._index = engine, prompt, params, stop_ids, index
-        self._digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).digest()
+        self._scripted = engine.script and lora is None
+        history = prompt if lora is None else (prompt, lora, engine.loras[lora].path)
+        self._digest = hashlib.blake2b(repr(history).encode(), digest_size=8).digest()
         self._detokenizer = Detokenizer(engine.tokenizer, params)
         self.count = 0
         self.done = False
@@ -265,7 +293,7 @@ class _Choice:
 
     def _next(self) -> int:
         params = self._params
-        if params.greedy and self._engine.script and self.count < len(SCRIPT):
+        if params.greedy and self._scripted and self.count < len(SCRIPT):
             return SCRIPT[self.count]
         key = (self._digest, 0 if params.greedy else (params.seed, self._index))
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()

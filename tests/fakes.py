@@ -27,6 +27,7 @@ from lmjax.core.plan import (
 from lmjax.core.request import NewRequest
 from lmjax.core.scheduler import Scheduler
 from lmjax.types import KVSpec, SamplingParams
+from tests.fake_adapters import MARK, FakeAdapters
 from tests.fake_live import FakeLive
 from tests.fake_pooling import pooled_rows
 
@@ -120,7 +121,7 @@ def _arrays(plan: StepPlan) -> list[np.ndarray]:
 
 
 @dataclass
-class FakeExecutor(FakeLive):
+class FakeExecutor(FakeLive, FakeAdapters):
     """Implements ``lmjax.core.plan.Executor`` on numpy.
 
     Per KV group, block and offset it keeps which token at which position was written, and by which weights
@@ -151,7 +152,8 @@ class FakeExecutor(FakeLive):
         self.tables = np.zeros((groups, slots, -(-info.max_model_len // info.block_size)), np.int32)
         self.loads: list[SlotLoad | None] = [None] * slots
         self.ready = 0.0
-        self.in_flight = 0
+        self.in_flight = self.adapter_loads = 0
+        self.adapter_slots: dict[int, int] = {}
         if not self.cheap:
             self.pools = [np.full((n, info.block_size, 3), -1, np.int64) for n in info.num_blocks]
             there = info.host.num_blocks if info.host else ()
@@ -216,13 +218,14 @@ class FakeExecutor(FakeLive):
 
     def _forward(self, plan: StepPlan, inputs: list[np.ndarray]) -> list[int]:
         """Of one stage: swaps, tables, copies, KV. Returns a hash of what each row saw."""
+        self.load_adapters(plan)
         self._swap(plan)
         self._patch(plan)
         for group, source, target in plan.copies:
             assert source and target, "copy with the null block"
             self.pools[group][target] = self.pools[group][source]
         for row, ids in enumerate(inputs):  # all rows of a layer write before any of them reads
-            self._write(int(plan.slots[row]), int(plan.starts[row]), ids)
+            self._write(int(plan.slots[row]), int(plan.starts[row]), ids, self.weights_of(plan, row))
         return [self._read(plan, row) for row in range(plan.num_rows)]
 
     def _swap(self, plan: StepPlan) -> None:
@@ -239,8 +242,8 @@ class FakeExecutor(FakeLive):
         assert (plan.lengths[: plan.num_decode] == 1).all() and plan.samples[: plan.num_decode].all()
         assert int(plan.lengths[plan.num_decode :].sum()) == len(plan.token_ids)
         ends = plan.starts + plan.lengths
-        assert (ends[plan.samples] < self.info.max_model_len).all(), "a token is drawn past the table"
-        assert (ends <= self.info.max_model_len).all()
+        last = self.info.max_model_len - plan.samples
+        assert (ends <= last).all(), "a token past the table"
 
     def _inputs(self, plan: StepPlan) -> list[np.ndarray]:
         rows = [self.tokens[s, p : p + 1] for s, p in zip(plan.slots, plan.starts, strict=True)][: plan.num_decode]
@@ -255,14 +258,14 @@ class FakeExecutor(FakeLive):
         positions = np.arange(first, end)
         return self.tables[group, slot, positions // self.info.block_size], positions % self.info.block_size
 
-    def _write(self, slot: int, start: int, ids: np.ndarray) -> None:
+    def _write(self, slot: int, start: int, ids: np.ndarray, weights: int) -> None:
         for group, pool in enumerate(self.pools):
             blocks, offsets = self._places(group, slot, start, start + len(ids))
             if not blocks.all():
                 self.errors.append(f"slot {slot} writes position {start} to the null block of group {group}")
             pool[blocks, offsets, 0] = ids
             pool[blocks, offsets, 1] = np.arange(start, start + len(ids))
-            pool[blocks, offsets, 2] = self.weights
+            pool[blocks, offsets, 2] = weights
 
     def _read(self, plan: StepPlan, row: int) -> int:
         """Hash of what the row's last token sees; checks what all of its tokens see."""
@@ -277,7 +280,8 @@ class FakeExecutor(FakeLive):
                 wanted[start - first :, 0] = seen[start - first :, 0]
             if self.on_read is not None:
                 self.on_read(int(plan.handles[row]), group, bool(plan.samples[row]), seen[:, 2].copy())
-            if not np.array_equal(seen[:, :2], wanted) or not blocks.all():
+            mixed = (seen[:, 2] // MARK != self.weights_of(plan, row) // MARK).any()
+            if not np.array_equal(seen[:, :2], wanted) or not blocks.all() or mixed:
                 self.errors.append(f"step {plan.step_id} slot {slot} group {group}: wrong KV in {first}..{end - 1}")
                 blocks, offsets = self._places(group, slot, start, end)
                 pool[blocks, offsets, 1] = -7  # the KV that it writes is wrong, too

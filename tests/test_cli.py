@@ -68,7 +68,6 @@ def test_help_is_quick_because_it_imports_little(arguments):
         (["serve", "--gpu-memory-utilization", "2"], "--gpu-memory-utilization: got 2.0, must be in (0, 1]"),
         (["serve", "--gpu-memory-utilization", "much"], "got 'much', must be a number"),
         (["serve", "--hf-overrides", "[1]"], "--hf-overrides: got '[1]', must be a JSON object"),
-        (["serve", "--enable-lora"], "--enable-lora"),
         (["serve", "--max-num-se", "3"], "--max-num-se"),
         (["serve", "--ssl-keyfile", "k"], "--ssl-certfile and --ssl-keyfile go together"),
         (["serve", "--log-level", "loud"], "--log-level: got 'loud'"),
@@ -128,6 +127,8 @@ def test_every_engine_setting_has_a_flag():
         if option.kind is bool:
             assert parsed(name) == {option.name: True}
             assert parsed(name.replace("--", "--no-", 1)) == {option.name: False}
+        elif option.pairs:
+            assert parsed(name, "a=b", '{"name": "c", "path": "d"}') == {option.name: {"a": "b", "c": "d"}}
         else:
             value = values[option.kind]
             assert parsed(name, value) == {option.name: json.loads(value) if option.kind is not str else value}
@@ -249,6 +250,30 @@ def test_generate_a_file(fake_llm, tmp_path, capsys):
     assert results[0]["text"] == results[2]["text"] == expected and results[0]["prompt"] == "hi"
     assert results[1]["num_tokens"] == 3 and results[1]["finish_reason"] == "length"
     assert "3/3" in capsys.readouterr().err
+
+
+def test_generate_with_adapters(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(LLM.__init__.__kwdefaults__, "executor", "tests.engine.factories:with_adapters")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    flags = ["--model", MODEL, "--enable-lora", "--lora-modules", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"]
+    flags += ["--temperature", "0", "--max-tokens", "8"]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    named = [{"prompt": "hi", "lora": name} for name in ("a", "b", None)]
+    source.write_text("\n".join(map(json.dumps, ["hi", *named])))
+    assert cli.main(["generate", *flags, "--file", str(source), "--output", str(target), "--lora", "b"]) == 0
+    results = [json.loads(line) for line in target.read_text().splitlines()]
+    texts = [result["text"] for result in results]
+    assert texts[0] == texts[2] and len(set(texts)) == 3 and [r.get("lora") for r in results] == [None, "a", "b", None]
+    for name, text in ((["--lora", "a"], texts[1]), ([], texts[3])):
+        capsys.readouterr()
+        assert cli.main(["generate", *flags, *name, "hi"]) == 0
+        assert capsys.readouterr().out == text + "\n"
+    assert cli.main(["generate", *flags, "--lora", "c", "hi"]) == 2
+    assert "--lora: got 'c', must be an adapter of --lora-modules (a, b)" in capsys.readouterr().err
+    source.write_text('{"prompt": "hi", "lora": "c"}')
+    assert cli.main(["generate", *flags, "--file", str(source), "--output", str(target)]) == 2
+    assert ":1: lora: got 'c', must be an adapter of --lora-modules (a, b)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ _EMPTY_ROOT = bytes(DIGEST_BYTES)
 _fresh = blake2b(digest_size=DIGEST_BYTES).copy  # a copy of a new hash costs half of making one
 
 
-def root_digest(adapter: str | None, cache_salt: str | None, weights: int = 0) -> bytes:
+def root_digest(adapter: int | None, cache_salt: str | None, weights: int = 0) -> bytes:
     """The parent of a sequence's first block. Requests with another adapter or salt share no block, nor do those that
     came before and after a change of the weights (``weights``: how many changes there were)."""
     if adapter is None and cache_salt is None and not weights:

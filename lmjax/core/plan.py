@@ -60,6 +60,8 @@ class StepPlan:
     target_ids: np.ndarray | None
     patches: np.ndarray  # int32 [M, 4]  (group, slot, column, block id), to apply before the forward; no place twice
     entropy: bool = False  # some of those rows want entropies, too
+    adapters: np.ndarray | None = None  # int32 [R]  the slot of the row's adapter, -1 for none. None: no row has one
+    adapter_loads: list[tuple[int, int]] = field(default_factory=list)  # (adapter, its slot), before the forward
     slot_loads: list[SlotLoad] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, target block)
     # Blocks that move between the tiers, carried out in this order: all of swaps_out, all of swaps_in, copies, forward.
@@ -199,6 +201,7 @@ class ExecutorInfo:
     host: HostTierInfo | None = None  # None: there is no host tier
     logprobs_mode: str = "raw_logprobs"
     generates: bool = True  # False: it has no programs to sample; every request pools
+    max_loras: int = 0  # slots for adapters; 0: there are none
     pooled_width: int = 0  # numbers that a pooled request gets; 0: none can be pooled
     scores: bool = False  # what it gives is the score of a pair, not an embedding
     sigmoid: bool = True  # and goes through one
@@ -224,6 +227,20 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+    # adapters, if ``info.max_loras``; they have numbers, which are never used again
+
+    def read_adapter(self, path: str) -> Any:
+        """Reads and checks the files of one: in any thread, beside the steps. Has ``rank``. ``AdapterError``."""
+        ...
+
+    def add_adapter(self, adapter: int, found: Any) -> None:
+        """Plans may load what ``read_adapter`` has found into a slot from now on."""
+        ...
+
+    def drop_adapter(self, adapter: int) -> None:
+        """No plan will load it any more."""
+        ...
 
     # weights and sleep, between two calls of submit with nothing in a pipeline's stages
 

@@ -82,6 +82,9 @@ class PrefillPlanner:
 
     def _admit_waiting(self, left: int) -> None:
         state = self.state
+        if state.adapters.changed:
+            for adapter in state.adapters.ready(state.queue.first_aside()):
+                state.queue.bring_back(adapter)
         # a slot that was given back in this step is not handed out again in it: its patches would collide, and
         # who was preempted may still have a token on its way
         while left > 0 and not state.vacated and state.table.num_free and len(self.rows) < self._most_rows:
@@ -91,6 +94,9 @@ class PrefillPlanner:
             way = self._way_in(request)
             if way == "hold":
                 self._hold(request)
+                continue
+            if request.adapter and not state.adapters.admits(request):
+                state.queue.set_aside()
                 continue
             length = self._fork(request) if way == "fork" else self._enter(request, left)
             if not length:
@@ -120,6 +126,7 @@ class PrefillPlanner:
     def _hold(self, request: Request) -> None:
         assert request.group is not None
         self.state.queue.remove(request)
+        self.state.adapters.note_held(request)
         request.state = State.HELD
         request.group.held.append(request)
 

@@ -16,7 +16,8 @@ class NewRequest:
     """What ``Scheduler.add`` takes. Choice ``i`` of ``params.n`` has the handle ``handle + i``.
 
     ``prompt``: int32 [n], not empty, not changed afterwards. ``stop_ids``: eos (unless ignored) and stop_token_ids.
-    ``params.max_tokens``: None means up to the context length. ``adapter``: name that keeps KV of adapters apart.
+    ``params.max_tokens``: None means up to the context length. ``adapter``: number of the LoRA adapter, 0 for
+    none; it keeps KV of adapters apart.
     ``after``: a token after the prompt whose log-probability is wanted with those of the prompt (with
     ``params.prompt_logprobs``); -1: none. ``entropy``: those of the distributions are wanted, too.
     ``pooling``: last, mean or cls: wanted are hidden states of the prompt and nothing is drawn; empty: it generates.
@@ -31,7 +32,7 @@ class NewRequest:
     bad_words_ids: list[list[int]] | None = None
     priority: int = 0
     cache_salt: str | None = None
-    adapter: str | None = None
+    adapter: int = 0
     arrival: float = 0.0
     after: int = -1
     entropy: bool = False
@@ -81,7 +82,9 @@ class Request:
     pooled_from: int = 0  # hidden states of earlier epochs do not count: they are of other weights
     num_cached: int = 0  # prefix hit of the first admission, in tokens
     saved: Saved | None = None  # its KV, if it is kept while the request waits
-    origin: tuple[str | None, str | None] = (None, None)  # adapter and salt: what the root is made of, beside weights
+    # adapter and salt: what the root is made of, beside weights
+    origin: tuple[int | None, str | None] = (None, None)
+    adapter: int = 0
 
     @property
     def num_prompt(self) -> int:

@@ -75,6 +75,8 @@ class Scheduler:
         choices = self._choices(new)
         for choice in choices:
             self.state.requests[choice.handle] = choice
+            if new.adapter:
+                self.state.adapters.note_request(new.adapter)
         if len(choices) > 1:
             group = ForkGroup(choices[0], choices[1:])
             for choice in choices:
@@ -83,6 +85,10 @@ class Scheduler:
             choices[0].state = State.WAITING
         self.state.queue.push(choices[0])
 
+    def refuse(self, handle: int, message: str) -> None:
+        """Ends a choice that was not added with reason ``error``."""
+        self.state.finished.append(Finished(handle, "error", message=message))
+
     def _choices(self, new: NewRequest) -> list[Request]:
         params, length = new.params, len(new.prompt)
         seed = request_seed(self.config.seed, new.handle) if params.seed is None else params.seed
@@ -90,7 +96,7 @@ class Scheduler:
         limit = most if params.max_tokens is None else min(length + params.max_tokens, most)
         if new.pooling:
             limit = length + 1  # as if a token were on its way when the prompt is planned; it never comes
-        origin = (new.adapter, new.cache_salt)
+        origin = (new.adapter or None, new.cache_salt)
         root = root_digest(*origin, self.state.weights)
         first = self._next_sequence
         self._next_sequence += params.n
@@ -107,6 +113,7 @@ class Scheduler:
                 limit=limit,
                 root=root,
                 origin=origin,
+                adapter=new.adapter,
                 history=new.prompt,
                 num_targets=_first_target(new) if i == 0 else -1,
                 after=new.after,
@@ -253,6 +260,10 @@ class Scheduler:
             slot_loads=state.slot_loads,
             copies=self.prefill.copies if rows else [],
         )
+        if table.num_with_adapter:
+            adapters = table.adapters[slots]
+            plan.adapters = adapters if (adapters >= 0).any() else None
+            plan.adapter_loads, state.adapters.loads = state.adapters.loads, []
         if state.tier is not None:
             plan.swaps_out, plan.swaps_in = state.tier.take()
         table.note_planned(slots)
@@ -309,6 +320,20 @@ class Scheduler:
     def give_up_kv(self) -> None:
         """The pool's content is lost (and the host tier's): what ran waits, and is computed again when it comes in."""
         give_up_kv(self.state)
+
+    # adapters
+
+    def forget_adapter(self, adapter: int) -> None:
+        """No more requests of it will be added; those that are there go on."""
+        self.state.adapters.forget(adapter)
+
+    def take_dropped_adapters(self) -> list[int]:
+        """Those that were forgotten and that no plan from now on names."""
+        return self.state.adapters.take_dropped()
+
+    @property
+    def adapters_on_device(self) -> set[int]:
+        return set(self.state.adapters.slots)
 
     # insight
 

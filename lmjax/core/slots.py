@@ -41,6 +41,8 @@ class SlotTable:
         self.next_named = np.zeros(num_slots, np.intp)  # tokens at which the next full block gets its name
         self.parents: list[bytes] = [b""] * num_slots  # digest of the last named block
         self.stop_ids = np.full((MAX_STOP_IDS, num_slots), -1, np.int32)
+        self.adapters = np.full(num_slots, -1, np.int32)  # the adapter's slot, -1 for none
+        self.num_with_adapter = 0
         self.many_stops = np.zeros(num_slots, bool)
         self.most_logprobs = -1  # that a request asked for; -1: none at all
         self._num_with_logprobs: Counter[int] = Counter({-1: num_slots})  # slots by what they ask for
@@ -113,6 +115,9 @@ class SlotTable:
         else:
             self.many_stops[slot] = False
             self._num_many_stops -= 1
+        if self.adapters[slot] >= 0:
+            self.adapters[slot] = -1
+            self.num_with_adapter -= 1
         if (k := request.params.logprobs) is not None:
             self._num_with_logprobs[k] -= 1
             if not self._num_with_logprobs[k]:
@@ -122,6 +127,10 @@ class SlotTable:
             self._resting.append((int(self.last_ticks[slot]) + self._stages, slot))
         else:
             self._free.append(slot)
+
+    def set_adapter(self, slot: int, adapter_slot: int) -> None:
+        self.adapters[slot] = adapter_slot
+        self.num_with_adapter += 1
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """One more known token for each of ``slots`` (intp [n]). Returns int32 [n], tokens known now."""
@@ -143,10 +152,12 @@ class SlotTable:
         assert self.stop_width == widest, "rows of stop ids"
         asked = [r.params.logprobs for r in self.requests if r and r.params.logprobs is not None]
         assert self.most_logprobs == max(asked, default=-1), "log-probabilities asked for"
+        assert self.num_with_adapter == np.count_nonzero(self.adapters >= 0), "slots with an adapter"
         for slot in used:
             request = self.requests[slot]
             assert request is not None
             assert request.slot == slot and request.handle == self.handles[slot], "owner of a slot"
+            assert (self.adapters[slot] >= 0) == bool(request.adapter), "adapter of a slot"
             assert self.keys[slot] == row_key(request.handle, request.epoch), "key of a slot"
             assert self.computed[slot] <= self.planned[slot] and self.known[slot] <= self.planned[slot], "lengths"
             assert self.planned[slot] <= self.limit[slot], "a slot was planned past its limit"

@@ -8,6 +8,7 @@ from bisect import insort
 import numpy as np
 
 from lmjax.config import SchedulerConfig
+from lmjax.core.adapters import Adapters
 from lmjax.core.block_hash import block_digest, extend_digests
 from lmjax.core.host_tier import HostTier, Saved, own_name
 from lmjax.core.kv_manager import NO_HIT, KVManager, PrefixHit
@@ -34,6 +35,7 @@ class EngineState:
         cols = -(-info.max_model_len // info.block_size)
         self.kv = KVManager(info.kv_specs, info.num_blocks, info.block_size, info.max_num_seqs, cols)
         self.queue = WaitingQueue()
+        self.adapters = Adapters(info.max_loras, patience=info.max_num_seqs)
         self.requests: dict[int, Request] = {}
         self.weights = 0  # how often the weights were changed
         self.turn = 0  # which of the pipeline's groups of decode rows has its step now; a group has every p-th step
@@ -83,6 +85,8 @@ class EngineState:
         self.queue.remove(request)
         request.state = State.RUNNING
         slot = self.table.take(request, computed)
+        if request.adapter:
+            self.table.set_adapter(slot, self.adapters.take(request))
         if self.caching:
             named = computed // self.info.block_size
             self.table.next_named[slot] = (named + 1) * self.info.block_size
@@ -271,6 +275,8 @@ class EngineState:
             self.prefill.remove(request)
         self.kv.close(slot)
         self.table.give_back(slot)
+        if request.adapter:
+            self.adapters.give_back(request.adapter)
         self.vacated = True
         if self.table.planned[slot] < self.table.limit[slot]:
             self.decode_left = True  # else its last token was planned, and so it left already
@@ -291,6 +297,8 @@ class EngineState:
             elif group.leader is request and group.ready_epoch < 0 and group.held:
                 self._promote(group)
         request.state = State.FINISHED
+        if request.adapter:
+            self.adapters.note_end(request)
         del self.requests[request.handle]
         self.finished.append(Finished(request.handle, reason, stop_reason))
 
@@ -324,6 +332,8 @@ class EngineState:
         self.table.check_integrity()
         self.kv.check_integrity()
         self.queue.check_integrity()
+        with_adapter = [r.adapter for r in self.table.requests if r is not None and r.adapter]
+        self.adapters.check_integrity(with_adapter, [r.adapter for r in self.requests.values() if r.adapter])
         table = self.table
         held = [r for r in self.requests.values() if r.state is State.HELD]
         groups = {id(r.group): r.group for r in self.requests.values() if r.group is not None}

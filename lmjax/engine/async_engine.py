@@ -14,7 +14,8 @@ from typing import Any
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front, check_first_rank, load_front
 from lmjax.engine.columns import add_request
-from lmjax.engine.live import check_kv_cache, check_version
+from lmjax.engine.live import Order, check_kv_cache, check_version
+from lmjax.engine.lora_names import check_new_lora, find_lora, in_use
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.pooling import check_pooling, pooled, prepare
 from lmjax.engine.process import EngineProcess, one_line
@@ -22,17 +23,28 @@ from lmjax.engine.records import (
     AbortRequest,
     ControlReply,
     Dead,
+    LoadLora,
     LoadWeights,
     Progress,
     Ready,
     Shutdown,
     Sleep,
     StepRecord,
+    UnloadLora,
     WakeUp,
 )
 from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineReport, EngineStats, Pooled
-from lmjax.types import EngineDeadError, ModelError, OrderError, PoolingParams, RequestUpdate, SamplingParams
+from lmjax.types import (
+    AdapterError,
+    EngineDeadError,
+    LoraInfo,
+    ModelError,
+    OrderError,
+    PoolingParams,
+    RequestUpdate,
+    SamplingParams,
+)
 
 log = logging.getLogger("lmjax.engine")
 
@@ -61,10 +73,12 @@ class AsyncEngine:
         self._policy, self._label = "fcfs", ""
         self._progress: Callable[[str], None] | None = None
         self._on_dead: Callable[[str], None] | None = None
-        self._orders: dict[int, asyncio.Future[ControlReply]] = {}  # that wait for their reply
+        self._orders: dict[int, tuple[Order, asyncio.Future[ControlReply]]] = {}  # that wait for their reply
         self._next_order = 0
+        self._with_lora: dict[int, tuple[str, RequestState]] = {}  # open requests that name an adapter, by handle
         self.weight_version: int | str = 0
         self.sleep_level = 0
+        self.loras: dict[str, LoraInfo] = {}
 
     @classmethod
     async def start(
@@ -127,6 +141,7 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """The latest snapshot; ``iteration_tokens`` has the steps since the last call."""
         stats, self._stats = self._stats, replace(self._stats, iteration_tokens=[])
+        stats.running_loras, stats.waiting_loras = in_use(self._with_lora.values())
         return stats
 
     def reports(self) -> dict[int, EngineReport]:
@@ -146,15 +161,18 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> AsyncIterator[RequestUpdate]:
         """Yields what is new. Closing the iterator, or cancelling its reader, aborts the request.
 
-        Raises ``ParameterError`` at the call. The iterator raises ``QueueFullError``, and ``EngineDeadError`` after
-        an update that has ``error`` set. The request is queued when its first update is asked for.
+        Raises ``ParameterError`` and ``AdapterError`` at the call. The iterator raises ``QueueFullError``,
+        ``AdapterError`` where the adapter went meanwhile, and ``EngineDeadError`` after an update that has ``error``
+        set. The request is queued when its first update is asked for.
         """
         check_priority(priority, self._policy)
+        find_lora(lora, self.loras, self.info)
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
-        return self.stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
+        return self.stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt, lora)
 
     def pooling_prompt(
         self,
@@ -175,11 +193,12 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> Pooled:
         """See ``EngineClient.pool``."""
         check_priority(priority, self._policy)
         checked = check_pooling(prompt_token_ids, params, self.info, split)
-        return await pooled(checked, self.stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt))
+        return await pooled(checked, self.stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt, lora))
 
     async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
         """See ``EngineClient.load_weights``. Orders are carried out one after the other."""
@@ -193,20 +212,42 @@ class AsyncEngine:
     async def wake_up(self) -> None:
         await self._order(WakeUp)
 
-    async def _order(self, make: Callable[[int], LoadWeights | Sleep | WakeUp]) -> None:
+    async def load_lora(self, name: str, path: str) -> None:
+        """See ``EngineClient.load_lora``."""
+        check_new_lora(name, path, self.loras, self.info)
+        await self._order_lora(lambda id: LoadLora(id, name, path))
+
+    async def unload_lora(self, name: str) -> None:
+        """See ``EngineClient.unload_lora``."""
+        find_lora(name or "", self.loras, self.info)
+        del self.loras[name]  # messages keep their order: what was sent before is answered, nothing is sent after
+        await self._order_lora(lambda id: UnloadLora(id, name))
+
+    async def _order_lora(self, make: Callable[[int], LoadLora | UnloadLora]) -> None:
+        try:
+            await self._order(make)
+        except OrderError as error:
+            if error.internal:
+                raise
+            raise AdapterError(str(error)) from None
+
+    async def _order(self, make: Callable[[int], Order]) -> None:
         if self._dead is not None or self._process is None:
             raise EngineDeadError(self._dead or "the engine has not started")
         self._next_order += 1
         order = make(self._next_order)
-        self._orders[order.id] = self._loop.create_future()
+        waiter: asyncio.Future[ControlReply] = self._loop.create_future()
+        self._orders[order.id] = order, waiter
         self._process.send(order)
-        reply = await self._orders[order.id]
+        reply = await waiter
         if reply.error is not None:
             raise OrderError(reply.error, reply.internal)
 
     def _replied(self, reply: ControlReply) -> None:
         self.weight_version, self.sleep_level = reply.version, reply.level
-        waiter = self._orders.pop(reply.id)
+        order, waiter = self._orders.pop(reply.id)
+        if isinstance(order, LoadLora) and reply.error is None:  # others may have been told to go since, and have not
+            self.loras |= {info.name: info for info in reply.loras if info.name == order.name}
         if not waiter.done():  # who asked may have gone
             waiter.set_result(reply)
 
@@ -217,12 +258,12 @@ class AsyncEngine:
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def stream(
-        self, checked: Checked, request_id: str, priority: int, cache_salt: str | None
+        self, checked: Checked, request_id: str, priority: int, cache_salt: str | None, lora: str | None
     ) -> AsyncGenerator[RequestUpdate]:
         """``generate`` of what was checked already."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        request = self._add(checked, request_id, priority, cache_salt)
+        request = self._add(checked, request_id, priority, cache_salt, lora)
         try:
             while True:
                 update = request.take()
@@ -238,15 +279,21 @@ class AsyncEngine:
         finally:
             self._close_request(request)
 
-    def _add(self, checked: Checked, request_id: str, priority: int, cache_salt: str | None) -> RequestState:
+    def _add(
+        self, checked: Checked, request_id: str, priority: int, cache_salt: str | None, lora: str | None
+    ) -> RequestState:
         assert self._outputs is not None and self._process is not None
+        find_lora(lora, self.loras, self.info)
         now = time.monotonic()
         request = self._outputs.open(request_id, checked.prompt, checked.params, now, checked.sink)
-        self._process.send(add_request(request.handle, checked, now, priority, cache_salt))
+        if lora is not None:
+            self._with_lora[request.handle] = lora, request
+        self._process.send(add_request(request.handle, checked, now, priority, cache_salt, lora))
         return request
 
     def _close_request(self, request: RequestState) -> None:
         assert self._outputs is not None
+        self._with_lora.pop(request.handle, None)
         self._abort(self._outputs.close(request))
 
     def _abort(self, handles: list[int]) -> None:
@@ -282,6 +329,7 @@ class AsyncEngine:
                 if self._progress is not None:
                     self._progress(message.message)
             case Ready():
+                self.loras = {info.name: info for info in message.loras}
                 if not self._started.done():
                     self._started.set_result(message.info)
             case Dead():
@@ -330,7 +378,7 @@ class AsyncEngine:
 
     def _fail_orders(self, reason: str) -> None:
         orders, self._orders = self._orders, {}
-        for waiter in orders.values():
+        for _, waiter in orders.values():
             if not waiter.done():
                 waiter.set_exception(EngineDeadError(reason))
 

@@ -12,7 +12,7 @@ from lmjax.config import ConfigError, EngineConfig, SchedulerConfig
 from lmjax.protocol import EngineInfo, PoolingInfo
 from lmjax.text.objects import tokenizer_from
 from lmjax.text.tokenizer import Tokenizer, load_tokenizer
-from lmjax.types import ModelError
+from lmjax.types import AdapterError, ModelError
 from lmjax.weights.generation import eos_token_ids, sampling_defaults
 from lmjax.weights.given import NOTHING, Given
 from lmjax.weights.pooling import Pooling, read_pooling
@@ -117,8 +117,25 @@ def build_engine(
     device = getattr(importlib.import_module(module), function)(config, progress, **more)
     kind = Scheduler if device.info.kv_specs else WholeScheduler  # an encoder keeps nothing between steps
     scheduler: Any = kind(_scheduler_config(config, device.info), device.info)
-    engine = Engine(scheduler, device, publish, overlap=config.async_scheduling)
+    engine = Engine(
+        scheduler,
+        device,
+        publish,
+        overlap=config.async_scheduling,
+        most_loras=config.num_cpu_loras,
+    )
+    _load_adapters(engine, config, progress)
     return engine, _engine_info(device)
+
+
+def _load_adapters(engine: Engine, config: EngineConfig, progress: Callable[[str], None]) -> None:
+    """Those of the settings. Raises ``ConfigError``."""
+    for name, path in config.lora_modules.items():
+        progress(f"loading the adapter {name}")
+        try:
+            engine.loras.add(name, path, engine.executor.read_adapter(path))
+        except AdapterError as error:
+            raise ConfigError(f"--lora-modules: {name}: {error}") from error
 
 
 def _scheduler_config(config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
@@ -146,6 +163,7 @@ def _engine_info(device: Any) -> EngineInfo:
         logprobs_mode=info.logprobs_mode,
         generates=info.generates,
         pooling=_pooling_info(info),
+        max_loras=info.max_loras,
     )
 
 

@@ -15,7 +15,7 @@ from lmjax.engine.validate import Checked
 from lmjax.protocol import EngineStats
 
 
-def new_request(message: AddRequest) -> NewRequest:
+def new_request(message: AddRequest, adapter: int = 0) -> NewRequest:
     return NewRequest(
         handle=message.handle,
         prompt=np.frombuffer(message.prompt, "<i4"),
@@ -24,6 +24,7 @@ def new_request(message: AddRequest) -> NewRequest:
         bad_words_ids=message.bad_words_ids,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        adapter=adapter,
         arrival=message.arrival,
         after=message.after,
         entropy=message.entropy,
@@ -33,7 +34,12 @@ def new_request(message: AddRequest) -> NewRequest:
 
 
 def add_request(
-    handle: int, checked: Checked, arrival: float, priority: int = 0, cache_salt: str | None = None
+    handle: int,
+    checked: Checked,
+    arrival: float,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    lora: str | None = None,
 ) -> AddRequest:
     message = AddRequest(
         handle=handle,
@@ -44,6 +50,7 @@ def add_request(
         priority=priority,
         cache_salt=cache_salt,
         arrival=arrival,
+        lora=lora,
     )
     sink = checked.sink
     if sink is not None:

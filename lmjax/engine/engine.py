@@ -16,19 +16,23 @@ from lmjax.core.plan import Executor, StepPlan, empty_plan
 from lmjax.core.scheduler import Scheduler
 from lmjax.engine.columns import engine_stats, new_request, step_record
 from lmjax.engine.live import Live
+from lmjax.engine.loras import Loras
 from lmjax.engine.records import (
     AbortRequest,
     AddRequest,
     ControlReply,
     Inbound,
+    LoadLora,
     LoadWeights,
     Shutdown,
     Sleep,
     StepRecord,
+    UnloadLora,
     WakeUp,
 )
 from lmjax.engine.watchdog import Watchdog
 from lmjax.protocol import EngineStats
+from lmjax.types import AdapterError
 
 Receive = Callable[[float | None], Sequence[Inbound]]  # waits up to so many seconds for messages; None: for ever
 
@@ -41,7 +45,7 @@ class Engine:
     """Scheduler and executor of one model. Not thread-safe: one thread calls it.
 
     ``publish`` gets each step's record, and what ``live`` answers. ``overlap``: one step more in flight than the
-    executor has stages.
+    executor has stages. ``most_loras``: adapters that may be loaded at once.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Engine:
         publish: Callable[[StepRecord | ControlReply], None],
         *,
         overlap: bool = True,
+        most_loras: int = 0,
     ):
         self.scheduler, self.executor = scheduler, executor
         self._publish = publish
@@ -58,6 +63,7 @@ class Engine:
         self._depth = self._stages - 1 + overlap  # steps that stay in flight
         self._in_flight: deque[tuple[StepPlan, Any, int | str]] = deque()  # with the version of its weights
         self.live = Live(self, publish)
+        self.loras = Loras(self, most_loras)
         self._stopping = False
         self._host_seconds = 0.0
         self._next_stats = 0.0
@@ -82,13 +88,22 @@ class Engine:
     def handle(self, message: Inbound) -> None:
         match message:
             case AddRequest():
-                self.scheduler.add(new_request(message))
+                self._add(message)
             case AbortRequest():
                 self.scheduler.abort(message.handles)
-            case LoadWeights() | Sleep() | WakeUp():
+            case LoadWeights() | Sleep() | WakeUp() | LoadLora() | UnloadLora():
                 self.live.order(message)
             case Shutdown():
                 self._stopping = True
+
+    def _add(self, message: AddRequest) -> None:
+        try:
+            adapter = self.loras.number(message.lora)
+        except AdapterError as error:  # it went while the request was on its way
+            for handle in range(message.handle, message.handle + message.params.n):
+                self.scheduler.refuse(handle, str(error))
+            return
+        self.scheduler.add(new_request(message, adapter))
 
     def step(self) -> bool:
         """Submits one step and collects one: with overlap the one before. False if there was nothing to do.
@@ -126,6 +141,8 @@ class Engine:
             result = self.executor.collect(done[1])
             waited = time.perf_counter() - submitted
             output = self.scheduler.update(done[0], result)
+            if self.executor.info.max_loras:
+                self.loras.drop_unused()
         record = step_record(output or self.scheduler.take_events())
         if done is not None and record is not None:
             record.version = done[2]

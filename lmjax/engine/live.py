@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from lmjax.engine.records import ControlReply, LoadWeights, Sleep, WakeUp
+from lmjax.engine.records import ControlReply, LoadLora, LoadWeights, Sleep, UnloadLora, WakeUp
 from lmjax.types import OrderError, ParameterError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ KV_POLICIES = ("keep", "recompute")
 LEVELS = (1, 2)
 MAX_VERSION_CHARS = 256
 Version = int | str
-Order = LoadWeights | Sleep | WakeUp
+Order = LoadWeights | Sleep | WakeUp | LoadLora | UnloadLora
 
 
 def check_version(version: Any) -> None:
@@ -53,7 +53,7 @@ def check_level(level: Any) -> None:
 class _Job:
     order: Order
     began: float = field(default_factory=time.monotonic)
-    loading: Any = None  # runtime.live.Loading
+    loading: Any = None  # runtime.live.Loading, or engine.loras.Reading
 
 
 class Live:
@@ -135,9 +135,8 @@ class Live:
                 error, internal = str(failure), isinstance(failure, OrderError) and failure.internal
                 log.warning("%s was not done: %s", type(job.order).__name__, error)
             self._jobs.popleft()
-            self._reply(
-                ControlReply(job.order.id, self.version, self.level, time.monotonic() - job.began, error, internal)
-            )
+            seconds, loras = time.monotonic() - job.began, self._engine.loras.infos()
+            self._reply(ControlReply(job.order.id, self.version, self.level, seconds, error, internal, loras))
 
     def _advance(self, job: _Job) -> bool:
         """True: it is done."""
@@ -158,6 +157,18 @@ class Live:
                         return False
                     self._engine.executor.set_params(job.loading)
                 self.wake()
+                return True
+            case LoadLora(name=name, path=path):
+                loras = self._engine.loras
+                if job.loading is None:
+                    job.loading = loras.start_reading(name, path)
+                if not job.loading.done():
+                    return False
+                raise_failure(job.loading)
+                loras.add(name, path, job.loading.found)
+                return True
+            case UnloadLora(name=name):
+                self._engine.loras.remove(name)
                 return True
 
     def _loaded(self, job: _Job, path: str | None) -> bool:

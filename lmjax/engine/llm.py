@@ -19,6 +19,7 @@ from lmjax.engine.collect import Collector
 from lmjax.engine.columns import add_request
 from lmjax.engine.controls import LiveControls, interrupts_deferred
 from lmjax.engine.embedding import PoolingCalls
+from lmjax.engine.lora_calls import LoraCalls, Names
 from lmjax.engine.mesh import from_mesh
 from lmjax.engine.output import OutputProcessor, RequestState
 from lmjax.engine.prompts import Prompt, progress_bar, prompt_list
@@ -41,7 +42,7 @@ _STUCK = 0.001  # seconds to wait when no step could be made
 Message = dict[str, Any]
 
 
-class LLM(LiveControls, PoolingCalls):
+class LLM(LiveControls, LoraCalls, PoolingCalls):
     """Loads a model and answers prompts: ``LLM("smollm2", max_num_seqs=8).generate(["Hello"])``.
 
     The keyword arguments are ``EngineConfig``'s fields. ``progress(line)`` says what is being done at the start.
@@ -110,17 +111,19 @@ class LLM(LiveControls, PoolingCalls):
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] = 0,
+        lora: Names = None,
     ) -> list[RequestOutput]:
         """The answers, in the order of the prompts (texts or lists of token ids; one or a list of them).
 
-        ``priority``: lower runs first, with ``scheduling_policy="priority"``; one for all or one a prompt.
+        ``priority``: lower runs first, with ``scheduling_policy="priority"``; one for all or one a prompt. ``lora``:
+        the adapter to answer with (see ``load_lora``), None for the model itself; one for all or one a prompt.
         Raises ``ParameterError`` before anything runs if one of them can't. Ctrl-C aborts them all; the LLM can be
         used on.
         """
         listed = prompt_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         params = sampling_params or self.get_default_sampling_params()
-        return self._generate(texts, [self._encode(prompt) for prompt in listed], params, use_tqdm, priority)
+        return self._generate(texts, [self._encode(prompt) for prompt in listed], params, use_tqdm, priority, lora)
 
     def as_completed(
         self,
@@ -128,6 +131,7 @@ class LLM(LiveControls, PoolingCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        lora: Names = None,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """As ``generate``, but each answer comes as soon as it is whole, with the index of its prompt.
 
@@ -137,11 +141,12 @@ class LLM(LiveControls, PoolingCalls):
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         params = sampling_params or self.get_default_sampling_params()
         checked, priorities, collectors = self._check(texts, [self._encode(p) for p in listed], params, priority)
+        loras = self._lora_names(lora, len(checked))
 
         open_ones = dict(enumerate(collectors))  # what is finished is the caller's alone
 
         def answers() -> Generator[tuple[int, RequestOutput], None, None]:
-            with contextlib.closing(self._run(checked, priorities)) as updates:
+            with contextlib.closing(self._run(checked, priorities, loras)) as updates:
                 for index, update in updates:
                     open_ones[index].add(update)
                     if update.finished:
@@ -156,6 +161,7 @@ class LLM(LiveControls, PoolingCalls):
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] = 0,
+        lora: Names = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -184,7 +190,7 @@ class LLM(LiveControls, PoolingCalls):
         ]
         encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         default = dataclasses.replace(self.get_default_sampling_params(), max_tokens=None)
-        return self._generate(texts, encoded, sampling_params or default, use_tqdm, priority)
+        return self._generate(texts, encoded, sampling_params or default, use_tqdm, priority, lora)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The prompt of a conversation; ``options`` as of ``lmjax.text.chat.render_chat``."""
@@ -196,11 +202,13 @@ class LLM(LiveControls, PoolingCalls):
         if not self.tokenizer.vocab_size:
             raise ParameterError("messages", f"are text, but {NEEDS}")
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestUpdate]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora: str | None = None
+    ) -> Iterator[RequestUpdate]:
         """The updates of one request as they come. Closing the iterator aborts it."""
         params = sampling_params or self.get_default_sampling_params()
         checked = check_request(self._encode(prompt), params, self.info, self.tokenizer)
-        return (update for _, update in self._run([checked], [0]))
+        return (update for _, update in self._run([checked], [0], self._lora_names(lora, 1)))
 
     def logprobs(
         self,
@@ -211,21 +219,25 @@ class LLM(LiveControls, PoolingCalls):
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
         use_tqdm: bool = False,
+        lora: Names = None,
     ) -> TokenScores | list[TokenScores]:
         """Log-probabilities of one sequence's tokens, or of many: each given those before it, from the second on.
 
         token_ids: lists or integer arrays, of up to the context length. top_k: also the so many most likely tokens at
         each position. sampling_params: whose temperature, top_k, top_p and min_p apply, with
-        ``logprobs_mode="processed_logprobs"`` only (default: temperature 1, no filters). Computed by the serving
+        ``logprobs_mode="processed_logprobs"`` only (default: temperature 1, no filters). lora: the adapter to compute
+        with, one for all or one a sequence. Computed by the serving
         programs, batched and in chunks. Raises ``ParameterError`` before anything runs.
         """
         sequences, one = token_arrays(token_ids)
         check_priority(priority, self._config.scheduling_policy)
         asked = score_requests(sequences, top_k, entropy, sampling_params, self.info)
+        names = self._lora_names(lora, len(sequences))
+        loras = [name for name, checked in zip(names, asked, strict=True) if checked is not None]
         wanted = [checked for checked in asked if checked is not None]
         with (
             progress_bar(len(wanted), use_tqdm) as bar,
-            contextlib.closing(self._run(wanted, [priority] * len(wanted))) as updates,
+            contextlib.closing(self._run(wanted, [priority] * len(wanted), loras)) as updates,
         ):
             for _, update in updates:
                 bar(update)
@@ -273,11 +285,13 @@ class LLM(LiveControls, PoolingCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams],
         use_tqdm: bool,
         priority: int | Sequence[int],
+        lora: Names,
     ) -> list[RequestOutput]:
         checked, priorities, collectors = self._check(texts, prompts, sampling_params, priority)
+        loras = self._lora_names(lora, len(checked))
         with (
             progress_bar(len(prompts), use_tqdm) as bar,
-            contextlib.closing(self._run(checked, priorities)) as updates,
+            contextlib.closing(self._run(checked, priorities, loras)) as updates,
         ):
             for index, update in updates:
                 collectors[index].add(update)
@@ -309,14 +323,14 @@ class LLM(LiveControls, PoolingCalls):
         return list(prompt)
 
     def _run(
-        self, checked: Sequence[Checked], priorities: Sequence[int]
+        self, checked: Sequence[Checked], priorities: Sequence[int], loras: Sequence[str | None]
     ) -> Generator[tuple[int, RequestUpdate], None, None]:
         """Updates with the index of their request. Other runs may go on at the same time: each steps for all."""
         ready: list[RequestState] = []
         requests: dict[int, tuple[int, RequestState]] = {}
         try:
-            for index, (request, priority) in enumerate(zip(checked, priorities, strict=True)):
-                state = self._add(request, priority, ready)
+            for index, (request, priority, lora) in enumerate(zip(checked, priorities, loras, strict=True)):
+                state = self._add(request, priority, lora, ready)
                 requests[state.handle] = (index, state)
             while requests:
                 if not ready:
@@ -338,7 +352,7 @@ class LLM(LiveControls, PoolingCalls):
         finally:
             self._abort([state for _, state in requests.values()])
 
-    def _add(self, checked: Checked, priority: int, ready: list[RequestState]) -> RequestState:
+    def _add(self, checked: Checked, priority: int, lora: str | None, ready: list[RequestState]) -> RequestState:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         if self.is_sleeping:
@@ -347,7 +361,7 @@ class LLM(LiveControls, PoolingCalls):
         with interrupts_deferred(), self._lock:
             state = self._outputs.open(uuid.uuid4().hex, checked.prompt, checked.params, now, checked.sink)
             state.waiter = ready
-            self._engine.handle(add_request(state.handle, checked, now, priority))
+            self._engine.handle(add_request(state.handle, checked, now, priority, lora=lora))
             if state.pending is not None:
                 ready.append(state)
         return state

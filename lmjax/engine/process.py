@@ -270,7 +270,7 @@ def _engine(config: EngineConfig, executor: str, channel: Channel, ranks: Ranks 
     from lmjax.engine.build import build_engine
 
     engine, info = build_engine(config, lambda line: channel.send(Progress(line)), executor, channel.send)
-    channel.send(Ready(info))
+    channel.send(Ready(info, engine.loras.infos()))
     timeout = step_timeout(config.step_timeout, info.platform, config.nnodes)
     watchdog = Watchdog(timeout, ranks.hung if ranks else channel.last_words) if timeout else None
 

@@ -9,7 +9,7 @@ import msgspec
 
 from lmjax.core.output import Finished, PromptRows, Started
 from lmjax.protocol import EngineInfo, EngineStats
-from lmjax.types import SamplingParams
+from lmjax.types import LoraInfo, SamplingParams
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
@@ -27,6 +27,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     entropy: bool = False
     pooling: str = ""  # see core.request.NewRequest
     split: int = 0
+    lora: str | None = None  # name of an adapter
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True):
@@ -57,7 +58,22 @@ class WakeUp(msgspec.Struct, tag="wake_up", array_like=True):
     id: int
 
 
-Inbound = AddRequest | AbortRequest | Shutdown | LoadWeights | Sleep | WakeUp
+class LoadLora(msgspec.Struct, tag="load_lora", array_like=True):
+    """``path``: a PEFT directory. The name must not be taken."""
+
+    id: int
+    name: str
+    path: str
+
+
+class UnloadLora(msgspec.Struct, tag="unload_lora", array_like=True):
+    """Requests that came before are still answered with it."""
+
+    id: int
+    name: str
+
+
+Inbound = AddRequest | AbortRequest | Shutdown | LoadWeights | Sleep | WakeUp | LoadLora | UnloadLora
 
 
 class StepRecord(msgspec.Struct, tag="step", array_like=True):
@@ -82,6 +98,7 @@ class ControlReply(msgspec.Struct, tag="reply", array_like=True):
     seconds: float
     error: str | None = None
     internal: bool = False
+    loras: list[LoraInfo] = []  # all that are loaded now
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
@@ -92,6 +109,7 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
     info: EngineInfo
+    loras: list[LoraInfo] = []
 
 
 class Following(msgspec.Struct, tag="following", array_like=True):

@@ -14,13 +14,16 @@ from typing import Any
 from lmjax.config import ConfigError, EngineConfig
 from lmjax.engine.async_engine import AsyncEngine
 from lmjax.engine.build import DEFAULT_EXECUTOR, Front
+from lmjax.engine.lora_names import check_new_lora, find_lora, merged_names
 from lmjax.engine.pooling import check_pooling, pooled, prepare
 from lmjax.engine.process import one_line
 from lmjax.engine.routing import RUNNING_COST, Replica, block_names, by_cost
 from lmjax.engine.validate import Checked, check_priority, check_request
 from lmjax.protocol import EngineInfo, EngineReport, EngineStats, Pooled
 from lmjax.types import (
+    AdapterError,
     EngineDeadError,
+    LoraInfo,
     ModelError,
     OrderError,
     PoolingParams,
@@ -40,6 +43,8 @@ _GAUGES = (
     "kv_usage",
     "host_usage",
     "iteration_tokens",
+    "running_loras",
+    "waiting_loras",
 )  # all other statistics are counters
 
 
@@ -66,6 +71,7 @@ class Replicas:
         self._newest: tuple[str, int | str] | None = None  # path and version of what was loaded last
         self.weight_version: int | str = 0
         self.sleep_level = 0
+        self.loras: dict[str, LoraInfo] = {}
 
     @classmethod
     async def start(
@@ -90,6 +96,7 @@ class Replicas:
             await self._start_one(0, progress)
             first = self._engines[0]
             self.info, self.tokenizer, self._front = first.info, first.tokenizer, first.front
+            self.loras = dict(first.loras)
             self._replicas = {index: Replica(self.info.num_kv_blocks) for index in range(count)}
             async with asyncio.TaskGroup() as group:
                 for index in range(1, count):
@@ -135,6 +142,8 @@ class Replicas:
             kv_usage=sum(s.kv_usage for s in found) / alive,
             host_usage=sum(s.host_usage for s in found) / alive,
             iteration_tokens=[tokens for s in found for tokens in s.iteration_tokens],
+            running_loras=merged_names(s.running_loras for s in found),
+            waiting_loras=merged_names(s.waiting_loras for s in found),
         )
 
     def reports(self) -> dict[int, EngineReport]:
@@ -160,11 +169,13 @@ class Replicas:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> AsyncIterator[RequestUpdate]:
         """See ``AsyncEngine.generate``. The engine is chosen when the first update is asked for."""
         check_priority(priority, self._config.scheduling_policy)
+        find_lora(lora, self.loras, self.info)
         checked = check_request(prompt_token_ids, params, self.info, self.tokenizer)
-        return self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt)
+        return self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt, lora)
 
     def pooling_prompt(
         self,
@@ -185,11 +196,12 @@ class Replicas:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> Pooled:
         """See ``EngineClient.pool``."""
         check_priority(priority, self._config.scheduling_policy)
         checked = check_pooling(prompt_token_ids, params, self.info, split)
-        return await pooled(checked, self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt))
+        return await pooled(checked, self._stream(checked, request_id or uuid.uuid4().hex, priority, cache_salt, lora))
 
     async def load_weights(self, path: str, version: int | str | None = None, kv_cache: str = "keep") -> None:
         """See ``EngineClient.load_weights``: in all engines, one first. Where that fails nothing has changed; another
@@ -218,6 +230,35 @@ class Replicas:
         async def change() -> None:
             await self._on_each(self._alive(), lambda engine: engine.wake_up())
             self.sleep_level = 0
+
+        await self._change(change())
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """See ``EngineClient.load_lora``: in all engines or in none. One that dies meanwhile loads it when it is
+        started anew."""
+
+        async def change() -> None:
+            check_new_lora(name, path, self.loras, self.info)
+            engines = self._alive().values()
+            results = await asyncio.gather(*(e.load_lora(name, path) for e in engines), return_exceptions=True)
+            errors = [result for result in results if isinstance(result, BaseException)]
+            refused = [error for error in errors if not isinstance(error, EngineDeadError)]
+            if refused or len(errors) == len(results):
+                having = [engine for engine in engines if name in engine.loras]
+                await asyncio.gather(*(engine.unload_lora(name) for engine in having), return_exceptions=True)
+                raise (refused or errors)[0]
+            self.loras[name] = next(engine.loras[name] for engine in engines if name in engine.loras)
+
+        await self._change(change())
+
+    async def unload_lora(self, name: str) -> None:
+        """See ``EngineClient.unload_lora``."""
+
+        async def change() -> None:
+            find_lora(name or "", self.loras, self.info)
+            del self.loras[name]
+            having = [engine for engine in self._engines.values() if name in engine.loras]
+            await asyncio.gather(*(engine.unload_lora(name) for engine in having), return_exceptions=True)
 
         await self._change(change())
 
@@ -261,15 +302,20 @@ class Replicas:
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def _stream(
-        self, checked: Checked, request_id: str, priority: int, cache_salt: str | None
+        self, checked: Checked, request_id: str, priority: int, cache_salt: str | None, lora: str | None
     ) -> AsyncGenerator[RequestUpdate]:
-        names = block_names(checked.prompt, cache_salt, self.info.block_size)
+        names = block_names(checked.prompt, cache_salt, self.info.block_size, lora)
         alive = {i: r for i, r in self._replicas.items() if i in self._engines and self._engines[i].ready}
         if not alive:
             raise EngineDeadError(self._dead or "no engine is alive; one is being started", self._retry_after())
+        find_lora(lora, self.loras, self.info)
+        if lora is not None:  # one that was started anew may not have been able to load it
+            alive = {i: r for i, r in alive.items() if lora in self._engines[i].loras}
+            if not alive:
+                raise EngineDeadError(f"no engine that is alive has the adapter {lora!r}", self._retry_after())
         order = by_cost(alive, names, len(checked.prompt), self.info.block_size)
         for index, new_tokens in order:
-            stream = self._engines[index].stream(checked, request_id, priority, cache_salt)
+            stream = self._engines[index].stream(checked, request_id, priority, cache_salt, lora)
             try:
                 async with contextlib.aclosing(self._counted(index, names, new_tokens, checked, stream)) as updates:
                     async for update in updates:
@@ -314,8 +360,10 @@ class Replicas:
             if progress is not None:
                 progress(label + line)
 
+        # one that is started anew gets the adapters of the others, not those of the start
+        config = self._config.replace(lora_modules={}) if index in self._infos else self._config
         engine = await AsyncEngine.start(
-            self._config,
+            config,
             tell,
             lambda reason: self._lose(index, reason),
             executor=self._executor,
@@ -325,15 +373,21 @@ class Replicas:
         )
         async with self._changing:
             try:
-                await self._catch_up(engine)
+                await self._catch_up(index, engine)
             except OrderError as error:
                 await engine.close()
                 raise EngineDeadError(f"the newest weights could not be loaded: {one_line(error)}") from error
             self._engines[index], self._infos[index] = engine, engine.info
         log.info("engine %d is ready", index)
 
-    async def _catch_up(self, engine: AsyncEngine) -> None:
+    async def _catch_up(self, index: int, engine: AsyncEngine) -> None:
         """With what the others were told before it was there."""
+        if index in self._infos:
+            for name, info in self.loras.items():
+                try:
+                    await engine.load_lora(name, info.path)
+                except AdapterError as error:  # its files went; others may still have it
+                    log.error("engine %d is without the adapter %s: %s", index, name, one_line(error))
         if self._newest is not None:
             await engine.load_weights(*self._newest)
         if self.sleep_level:

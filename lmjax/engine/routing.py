@@ -13,11 +13,13 @@ from lmjax.core.block_hash import extend_digests, root_digest
 RUNNING_COST = 32
 
 
-def block_names(prompt: list[int], cache_salt: str | None, block_size: int) -> list[bytes]:
-    """Names of the prompt's full blocks, as in the engine's prefix cache. The last token is always computed."""
+def block_names(prompt: list[int], cache_salt: str | None, block_size: int, lora: str | None = None) -> list[bytes]:
+    """Names of the prompt's full blocks: two are equal where those in an engine's prefix cache are. The last token is
+    always computed."""
     names: list[bytes] = []
+    salt = cache_salt if lora is None else repr((lora, cache_salt))
     tokens = np.asarray(prompt[:-1], np.int32)
-    extend_digests(names, root_digest(None, cache_salt), tokens, block_size)
+    extend_digests(names, root_digest(None, salt), tokens, block_size)
     return names
 
 

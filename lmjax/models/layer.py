@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lmjax.models.latent import queries_and_latent, values_of
+from lmjax.models.lora import for_tokens
 from lmjax.models.params import AttentionParams, LatentParams, LayerParams, MlpParams, MoeParams
 from lmjax.models.pools import ScaledPool, parts_of
 from lmjax.models.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
@@ -53,6 +54,8 @@ def run_layer(
 ) -> tuple[jax.Array, Any]:
     """The layer at ``index`` of its KV group: residual x [D, T] and the group's pool -> the same, updated."""
     num_tokens = step.batch.num_tokens
+    if step.batch.adapters is not None:
+        p = for_tokens(p, step.batch.adapters)
     h = normed(x, p.attn.norm, kind.norm) if kind.pre_norm else x
     o, pool = _attention(p.attn, kind.attention, h, pool, step, index, env)
     attended = x + _added(o, p.attn.post_norm, kind)

@@ -25,3 +25,4 @@ class Batch:
     num_decode: jax.Array  # int32 []
     num_rows: jax.Array  # int32 []
     num_tokens: jax.Array  # int32 []
+    adapters: jax.Array | None = None  # int32 [T]  the slot of each token's LoRA adapter, -1 for none

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from lmjax.nn.env import ALONE, Env
+from lmjax.nn.lora import lora_product
 from lmjax.nn.weight import Dense, Quantized
 from pallas_kernels.quant_matmul import QuantWeight, quant_matmul
 
 
 def linear(w: Dense, x: jax.Array, env: Env = ALONE) -> jax.Array:
-    """``W @ x + b``: x [in, T] -> [*out, T] in x's dtype, accumulated in float32.
+    """``W @ x + b``, and what adapters add to it: x [in, T] -> [*out, T] in x's dtype, accumulated in float32.
 
     The weight is the left operand: on XLA:CPU ``W @ x`` runs at twice the speed of ``x.T @ W.T`` for 2 to 64 tokens
     and is equal elsewhere.
@@ -23,6 +24,8 @@ def linear(w: Dense, x: jax.Array, env: Env = ALONE) -> jax.Array:
     else:
         out = w.weight.shape[:-1]
         y = matmul(w.weight.reshape(-1, w.weight.shape[-1]), x)
+    if w.lora is not None:
+        y = y + lora_product(w.lora, x).reshape(y.shape)
     if w.bias is not None:
         y = y + w.bias.reshape(-1, 1).astype(jnp.float32)
     return y.astype(x.dtype).reshape(*out, x.shape[-1])
@@ -32,7 +35,7 @@ def summed_linear(w: Dense, x: jax.Array, env: Env) -> jax.Array:
     """``linear`` where each device has a share of the input features: the products are summed, the bias added once."""
     if env.axis is None:
         return linear(w, x, env)
-    y = env.sum(linear(Dense(w.weight), x, env))
+    y = env.sum(linear(Dense(w.weight, lora=w.lora), x, env))
     return y if w.bias is None else y + w.bias.reshape(*w.bias.shape, 1).astype(y.dtype)
 
 

@@ -90,4 +90,5 @@ def batch_of_tile(batch: Batch, first: jax.Array, tile: int) -> Batch:
         num_decode=num,
         num_rows=num,
         num_tokens=num,
+        adapters=None if batch.adapters is None else columns_of(batch.adapters, first, tile),
     )

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import struct
 
+from lmjax.nn.lora import Lora
 from lmjax.nn.packing import Packing
 
 
@@ -30,3 +31,4 @@ class Dense:
 
     weight: Any  # jax.Array [*out, in], or Quantized
     bias: jax.Array | None = None  # [*out]
+    lora: Lora | None = None  # adapters; no part of a model's own parameters

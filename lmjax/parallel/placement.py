@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from lmjax.models.lora import adapter_specs
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import Env
 from lmjax.parallel import split
-from lmjax.parallel.rules import ALL, LOGITS, POOL, PP, REPLICATED, STAGES, TP, partition_specs
+from lmjax.parallel.rules import ALL, LOGITS, POOL, PP, REPLICATED, STAGES, TP, partition_specs, placed
 from pallas_kernels.platform import Backend, Target
 
 
@@ -58,6 +59,10 @@ class Placement:
     def params(self, spec: DecoderSpec) -> Any:
         return partition_specs(spec, self.expert_parallel)
 
+    def adapters(self, spec: DecoderSpec, rank: int) -> Any:
+        """Of ``models.lora.adapter_specs`` with any number of slots."""
+        return placed(adapter_specs(spec, 1, rank), self.expert_parallel)
+
     def place(self, tree: Any, specs: Any = REPLICATED) -> Any:
         """Abstract arrays with their shardings. ``specs``: a tree of PartitionSpecs, or one for all."""
         if isinstance(specs, PartitionSpec):
@@ -76,14 +81,20 @@ class Placement:
         return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
     def wrap_forward(
-        self, forward: Callable[..., Any], spec: DecoderSpec, num_groups: int, pooled: bool = False
+        self,
+        forward: Callable[..., Any],
+        spec: DecoderSpec,
+        num_groups: int,
+        pooled: bool = False,
+        adapters: Any = None,
     ) -> Callable[..., Any]:
-        """``runtime.forward``'s function, or ``runtime.tick``'s where there are stages. pooled: it has no logits."""
+        """``runtime.forward``'s function, or ``runtime.tick``'s where there are stages. pooled: it has no logits.
+        adapters: PartitionSpecs of its last argument; None: it has none."""
         pools = (POOL,) * num_groups
         own = (REPLICATED,) if self.stages == 1 else (STAGES, STAGES)  # block tables, and a tick's hidden states
         return self.wrap(
             forward,
-            (self.params(spec), pools, REPLICATED, *own, REPLICATED),
+            (self.params(spec), pools, REPLICATED, *own, REPLICATED, *(() if adapters is None else (adapters,))),
             (REPLICATED if pooled else LOGITS, pools, REPLICATED, *own, REPLICATED),
         )
 

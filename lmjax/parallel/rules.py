@@ -39,12 +39,17 @@ def rules(expert_parallel: bool) -> dict[str, MeshAxes | None]:
 
 def partition_specs(spec: DecoderSpec, expert_parallel: bool) -> Any:
     """The parameter tree with a ``PartitionSpec`` at every leaf."""
+    return placed(param_specs(spec), expert_parallel)
+
+
+def placed(tree: Any, expert_parallel: bool) -> Any:
+    """A tree of ``ParamSpec`` with a ``PartitionSpec`` at every leaf."""
     table = rules(expert_parallel)
 
     def place(param: ParamSpec) -> PartitionSpec:
         return PartitionSpec(*(None if axis is None else table[axis] for axis in param.axes))
 
-    return jax.tree.map(place, param_specs(spec))
+    return jax.tree.map(place, tree)
 
 
 def num_shares(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from lmjax.core.plan import StepPlan
 
@@ -29,11 +30,12 @@ class ForwardKey:
     prompt_logprobs: bool = False
     processed: bool = False  # of the distributions after temperature and filters
     pooled: bool = False  # hidden states are summed, and there are no logits
+    adapters: bool = False  # rows may have LoRA adapters
 
     @property
     def name(self) -> str:
         kind = (",processed" if self.processed else "") + (",prompt_logprobs" if self.prompt_logprobs else "")
-        kind += ",pooled" if self.pooled else ""
+        kind += (",pooled" if self.pooled else "") + (",adapters" if self.adapters else "")
         return f"forward[{self.num_tokens},{self.num_rows}{kind}]"
 
 
@@ -57,7 +59,8 @@ class Buckets:
     the last one. Where ``max_num_seqs`` is above 64, powers of two go on up to it, so that a step of decode rows
     alone never pays for twice its tokens. A bucket has as many rows as tokens, at most ``max_num_seqs``. With
     ``multiple`` and ``least`` both are rounded up to multiples of it that are no smaller. ``pooled``: nothing is
-    generated: all programs pool, none samples. Else the one for prompt log-probabilities pools, too.
+    generated: all programs pool, none samples. Else the one for prompt log-probabilities pools, too. ``adapters``:
+    every forward program has a second form, for steps in which a row has an adapter; "always": all steps run on it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Buckets:
         multiple: int = 1,
         least: int = 1,
         pooled: bool = False,
+        adapters: bool | Literal["always"] = False,
     ):
         self._samplers = samplers
         self._pooled = pooled
@@ -81,10 +85,12 @@ class Buckets:
 
         self.token_buckets = tuple(sorted({rounded(t) for t in tokens if t <= budget}))
         most_rows = rounded(max_num_seqs)
-        self.forward = tuple(ForwardKey(t, min(t, most_rows), pooled=pooled) for t in self.token_buckets)
-        last = self.forward[-1]
+        always = adapters == "always"
+        keys = [ForwardKey(t, min(t, most_rows), pooled=pooled, adapters=always) for t in self.token_buckets]
+        self.forward, last = tuple(keys), keys[-1]
         # what a step with targets runs on
-        self.prompt_logprobs = last if pooled else ForwardKey(last.num_tokens, last.num_rows, True, processed_logprobs)
+        self.prompt_logprobs = last if pooled else replace(last, prompt_logprobs=True, processed=processed_logprobs)
+        self._second_form = bool(adapters) and not always
         self.row_buckets = tuple(sorted({key.num_rows for key in self.forward}))
         self.sample = tuple(
             SampleKey(rows, level, logprobs)
@@ -92,13 +98,20 @@ class Buckets:
             for level, logprobs in (() if pooled else samplers)
         )
 
+    @property
+    def every_forward(self) -> tuple[ForwardKey, ...]:
+        """All forward keys, each once, in both forms."""
+        keys = dict.fromkeys((*self.forward, self.prompt_logprobs))
+        more = (replace(key, adapters=True) for key in keys) if self._second_form else ()
+        return (*keys, *more)
+
     def choose(self, plan: StepPlan) -> ForwardKey:
         """The smallest program with room for the plan's tokens; ``ValueError`` where none has."""
         tokens, rows = plan.num_tokens, plan.num_rows
         fitting = self.forward[bisect_left(self.token_buckets, tokens) :]
         for key in fitting if plan.target_ids is None or self._pooled else (self.prompt_logprobs,):
             if tokens <= key.num_tokens and rows <= key.num_rows:
-                return key
+                return replace(key, adapters=True) if plan.adapters is not None else key
         largest = self.forward[-1]
         raise ValueError(
             f"a step of {tokens} tokens in {rows} rows does not fit the largest program "

@@ -14,7 +14,7 @@ from lmjax.runtime.buckets import ForwardKey, SampleKey
 from lmjax.runtime.host_pool import HostPool
 from lmjax.runtime.live import Load, Loading, layout_of, maker_of_zeros
 from lmjax.runtime.platform import give_back_memory
-from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
+from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_ADAPTER, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import DeviceState
 
 
@@ -47,14 +47,17 @@ class Device:
         programs: dict[Hashable, Any],
         host_blocks: tuple[int, ...] = (),
         load: Load | None = None,
+        loras: Any = None,
     ) -> None:
         """host_blocks: places in host memory per group, the null block included; empty: there is no host tier.
-        load: reads other weights for these devices."""
+        load: reads other weights for these devices. loras: the adapters of all slots, None: there are none."""
         self.params = params
         self.layout = layout_of(params)
         self.load = load
         self._new_pools = maker_of_zeros(layout_of(pools))
         self._host_blocks = host_blocks
+        self._loras = loras
+        self.adapters: dict[int, Any] = {}  # by number: trees of numpy arrays, which ``LOAD_ADAPTER`` puts into slots
         self._pools = pools
         self._tokens, self._sampling = state.tokens, state.sampling
         # what the forward moves on beside pools and tokens: block tables, and in a pipeline hidden states
@@ -77,8 +80,9 @@ class Device:
         for key, packed in calls:
             program = self._programs[key]
             if isinstance(key, ForwardKey):
+                loras = (self._loras,) if key.adapters else ()
                 logits, self._pools, self._tokens, *self._moved, prompt = program(
-                    self.params, self._pools, self._tokens, *self._moved, packed
+                    self.params, self._pools, self._tokens, *self._moved, packed, *loras
                 )
                 outputs = Outputs(logits, None, *(prompt or (None, None)))
             elif isinstance(key, SampleKey):
@@ -99,12 +103,16 @@ class Device:
 
     def _wait(self, last: jax.Array | None) -> None:
         begin = time.perf_counter()
-        jax.block_until_ready((self._pools, self._tokens, self._moved, self._sampling, last))
+        jax.block_until_ready((self._pools, self._tokens, self._moved, self._sampling, self._loras, last))
         self.waited += time.perf_counter() - begin
 
     def _change(self, key: Hashable, program: Any, packed: np.ndarray) -> None:
         if key == LOAD_SLOT:
             self._tokens, self._sampling = program(self._tokens, self._sampling, packed)
+        elif key == LOAD_ADAPTER:
+            # one on its way at a time: what ``resolve.step_bytes`` has room for
+            jax.block_until_ready(self._loras)
+            self._loras = program(self._loras, self.adapters[int(packed[0])], packed)
         elif key == APPLY_PATCHES:
             self._moved[0] = program(self._moved[0], packed)
         elif key == COPY_BLOCKS:
@@ -161,9 +169,10 @@ class Device:
 
     def close(self) -> None:
         """Waits for what runs and frees the memory. May be called twice."""
-        for array in jax.tree.leaves((self._pools, self._tokens, self._moved, self._sampling)):
+        for array in jax.tree.leaves((self._pools, self._tokens, self._moved, self._sampling, self._loras)):
             if not array.is_deleted():
                 array.block_until_ready()
                 array.delete()
         self.params = self.host = None
+        self.adapters = {}
         self._programs = {}

@@ -16,6 +16,7 @@ from lmjax.nn.env import Env
 from lmjax.parallel.placement import Placement, make_mesh
 from lmjax.parallel.split import Degree
 from lmjax.runtime.adapt import Adapter
+from lmjax.runtime.adapters import AdapterReader
 from lmjax.runtime.bundle import Bundle, load_programs, not_used, usable_bundle
 from lmjax.runtime.compiler import CompileMonitor, Program, compile_all
 from lmjax.runtime.device import Device
@@ -36,7 +37,7 @@ from lmjax.runtime.memory import (
     pool_is_set,
 )
 from lmjax.runtime.pipeline_executor import PipelineExecutor
-from lmjax.runtime.plan_costs import weights_of
+from lmjax.runtime.plan_costs import bytes_per_device, weights_of
 from lmjax.runtime.platform import (
     configure_jax,
     describe_platform,
@@ -85,6 +86,8 @@ def build_executor(
     tell = progress or (lambda message: None)
     source = given.source or find_model(config)
     if is_encoder(source):
+        if config.enable_lora:
+            raise ConfigError("--enable-lora: is for decoders, and this model is an encoder")
         with own_context():
             return _build_encoder(with_runner(config, source), source, given, tell)
     with own_context():
@@ -107,6 +110,7 @@ def build_executor(
             token_buckets=buckets.token_buckets,
             stages=spec.stages,
             host=host_tier(resolved, made.device, made.host_blocks) if made.host_blocks else None,
+            max_loras=config.max_loras if config.enable_lora else 0,
         ),
         model_info=ModelInfo(
             path=str(resolved.source.path),
@@ -129,6 +133,7 @@ def build_executor(
         packed=bool(packings(spec)),
         from_files=given.source is None,
         functional=_functional(resolved),
+        read_adapter=made.read_adapter,
     )
 
 
@@ -160,6 +165,7 @@ class _Made(NamedTuple):
     device_count: int
     ranks: Ranks | None
     adapter: Adapter | None  # None: the weights are spread over processes
+    read_adapter: AdapterReader | None  # None: there are no LoRA adapters
 
 
 def find_model(config: EngineConfig) -> ModelSource:
@@ -184,6 +190,7 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
     config = pooling_settings(config, source)
     _check_platform(given.devices)
     resolved = _resolve(config, source, platform, target or device_target(jax.local_devices()[0]), given.devices)
+    reader = AdapterReader(resolved) if config.enable_lora else None
     adapter = None if ranks else _adapter(resolved, given)
     spec, dtype = resolved.spec, resolved.dtype
     if ranks:
@@ -194,6 +201,7 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
         weights = adapter.missing_bytes(given.params)
     else:
         weights = weights_of(spec, dtype, resolved.degree).bytes
+    weights += bytes_per_device(resolved.shapes((), spec.max_len).loras(), resolved.num_devices)
     check_weights_fit(weights * (1 if platform == "gpu" else sharing(resolved, ranks)), _free_memory(resolved))
     without_swap_space(config, available_memory(), sharing(resolved, ranks) / resolved.num_devices)
     bundle = usable_bundle(resolved, resolved.devices, tell)
@@ -203,6 +211,7 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
         tell("loading weights")
         params = _load(resolved)
 
+    loras = zeros(resolved.shapes((), resolved.spec.max_len).loras()) if config.enable_lora else None
     tell("sizing the KV pool")
     plan, bundle = plan_memory(resolved, bundle, tell, ranks)
     host_blocks = plan_host(resolved, plan.num_blocks)
@@ -217,8 +226,8 @@ def _prepare(config: EngineConfig, source: ModelSource, tell: Progress, target: 
     # the pools come last: what compiling took is free again, and they are never moved
     num_sharing = 1 if platform == "gpu" else sharing(resolved, ranks)
     load = partial(load_beside, resolved, num_sharing, partial(_free_memory, resolved))
-    device = Device(params, zeros(shapes.pools()), zeros(shapes.state()), programs, host_blocks, load)
-    return _Made(resolved, plan, device, host_blocks, device_count, ranks, adapter)
+    device = Device(params, zeros(shapes.pools()), zeros(shapes.state()), programs, host_blocks, load, loras)
+    return _Made(resolved, plan, device, host_blocks, device_count, ranks, adapter, reader)
 
 
 def _check_platform(devices: Sequence[jax.Device]) -> None:

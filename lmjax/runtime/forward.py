@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax import lax
 
 from lmjax.core.plan import POOLED, row_width
 from lmjax.models import decoder
+from lmjax.models.lora import with_adapters
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.batch import Batch
 from lmjax.nn.env import ALONE, Env
@@ -32,17 +34,23 @@ def make_forward(
     spec: DecoderSpec, key: ForwardKey, block_size: int, max_logprobs: int, env: Env = ALONE
 ) -> Callable[..., Any]:
     """``(params, pools, tokens, tables, packed) -> (logits [V, S], pools, tokens, tables, prompt log-probabilities)``.
+    With ``key.adapters`` one more argument, the last: ``models.lora.LayerAdapters`` of each layer.
 
     Donate pools, tokens and tables. The last result is None but for the prompt_logprobs variant, where it is
     token rows with one column more, int32 [T, 3 + 2 * max_logprobs + 1] (see ``prompt_logprobs``), and float32 [S, D]
     (see ``pooled_sums``). The pooled variant has the latter alone, also in the logits' place.
     """
 
-    def forward(params: Any, pools: Pools, tokens: jax.Array, tables: jax.Array, packed: jax.Array) -> tuple[Any, ...]:
+    def forward(
+        params: Any, pools: Pools, tokens: jax.Array, tables: jax.Array, packed: jax.Array, *adapters: Any
+    ) -> tuple[Any, ...]:
         parts = forward_layout(key, len(pools), block_size).split(packed)
         tables = apply_patches(tables, parts["patches"])
         token_ids, tokens = take_tokens(parts, tokens)
         batch = unpack_batch(parts, token_ids, tables)
+        if key.adapters:
+            params = params.replace(layers=with_adapters(params.layers, adapters[0]))
+            batch = replace(batch, adapters=parts["adapters"][batch.token_rows])
         hidden, pools = decoder.forward(params, spec, pools, batch, env)
         if key.pooled:
             sums = pooled_sums(hidden, parts)

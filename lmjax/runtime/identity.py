@@ -44,6 +44,7 @@ def identity(resolved: Resolved, devices: list[jax.Device]) -> dict[str, str]:
         "--block-size": str(config.block_size),
         "--max-num-seqs": str(resolved.num_seqs),
         "--max-num-batched-tokens": str(resolved.num_batched),
+        "--enable-lora": "{} slots of rank {}".format(*resolved.adapters) if resolved.adapters else "no",
         "--swap-space": "some" if config.swap_space else "none",
         "--max-logprobs": str(config.max_logprobs),
         "--logprobs-mode": config.logprobs_mode,

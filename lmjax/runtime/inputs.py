@@ -67,6 +67,8 @@ def forward_layout(key: ForwardKey, num_groups: int, block_size: int) -> Layout:
         shapes["target_ids"] = (t,)
     if key.prompt_logprobs:
         shapes["entropy"] = (1,)  # whether entropies are wanted
+    if key.adapters:
+        shapes["adapters"] = (s,)  # slots of the rows' adapters, -1 for none
     if key.processed:
         shapes["params"] = (s, NUM_PARAMS)
     return Layout(**shapes)
@@ -137,7 +139,7 @@ class InputPacker:
         # bits of what a slot needs of its sample program, so that a union is what a step needs: one for each feature
         # level up to its own, and _WANTS_LOGPROBS
         self._needs = np.zeros(max_num_seqs + 1, np.uint8)
-        keys = (*buckets.forward, buckets.prompt_logprobs)
+        keys = buckets.every_forward
         layouts = {key: forward_layout(key, num_groups, block_size) for key in keys}
         self._forward = {key: _ring(layout) for key, layout in layouts.items()}
         self._sample = {rows: _ring(sample_layout(rows)) for rows in buckets.row_buckets}
@@ -167,6 +169,10 @@ class InputPacker:
             _pack_targets(plan, parts)
         if "entropy" in parts:
             parts["entropy"][0] = plan.entropy
+        if "adapters" in parts:
+            parts["adapters"][:] = -1
+            if plan.adapters is not None:
+                parts["adapters"][: plan.num_rows] = plan.adapters
         if "params" in parts:
             self._params.take(parts["slots"], axis=0, out=parts["params"], mode="clip")
         return self._pack_patches(plan.patches, parts["patches"])

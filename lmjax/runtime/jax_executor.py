@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,14 @@ from lmjax.core.plan import POOLED, ExecutorInfo, PromptLogprobs, StepPlan, Step
 from lmjax.runtime.adapt import Adapted, Adapter
 from lmjax.runtime.compiler import CompileMonitor
 from lmjax.runtime.device import Call, Device, Outputs
-from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker
+from lmjax.runtime.inputs import MAX_IN_FLIGHT, InputPacker, aligned_zeros
 from lmjax.runtime.live import Loading, check_layout
 from lmjax.runtime.platform import own_context
-from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_SLOT, SWAP_IN, SWAP_OUT
+from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, LOAD_ADAPTER, LOAD_SLOT, SWAP_IN, SWAP_OUT
 from lmjax.runtime.state import pack_copies, pack_slot, pack_swaps
 from lmjax.sampling.params import needs_slot_state
 from lmjax.types import OrderError, ParameterError
+from lmjax.weights.lora import HostAdapter
 from lmjax.weights.trees import Names
 
 if TYPE_CHECKING:
@@ -65,9 +67,12 @@ class JaxExecutor:
         from_files: bool = True,
         functional: dict[str, Any] | None = None,
         packed: bool = False,
+        read_adapter: Callable[[str], HostAdapter] | None = None,
     ):
         """adapter: takes weights from memory; None: they are spread over processes. from_files: those of the start.
-        functional: see ``LLM.functional``. packed: some weights are kept quantised."""
+        functional: see ``LLM.functional``. packed: some weights are kept quantised. read_adapter: see
+        ``Executor.read_adapter``; None: there are no adapters."""
+        self._read_adapter = read_adapter
         self._packed = packed
         self.functional = functional
         self.info = info
@@ -98,6 +103,7 @@ class JaxExecutor:
         groups = len(self.info.kv_specs)
         calls = [Call(SWAP_OUT, pairs) for pairs in pack_swaps(plan.swaps_out, groups)]  # before anything is written
         calls += [Call(SWAP_IN, pairs) for pairs in pack_swaps(plan.swaps_in, groups)]
+        calls += [Call(LOAD_ADAPTER, _pair(*load)) for load in plan.adapter_loads]
         calls += self._load_calls(plan)
         packed = self._packer.pack(plan)
         calls += [Call(APPLY_PATCHES, patches) for patches in packed.overflow]
@@ -145,6 +151,20 @@ class JaxExecutor:
         if outputs.pooled is not None and plan.target_ids is not None and (plan.target_ids == POOLED).any():
             result.prompt_logprobs += read_pooled(plan, np.asarray(outputs.pooled))
         return result
+
+    # adapters
+
+    def read_adapter(self, path: str) -> HostAdapter:
+        assert self._read_adapter is not None, "there are no adapters"
+        return self._read_adapter(path)
+
+    def add_adapter(self, adapter: int, found: HostAdapter) -> None:
+        assert isinstance(self._device, Device)
+        self._device.adapters[adapter] = found.tree
+
+    def drop_adapter(self, adapter: int) -> None:
+        assert isinstance(self._device, Device)
+        del self._device.adapters[adapter]
 
     # weights and sleep
 
@@ -232,6 +252,12 @@ class JaxExecutor:
     def close(self) -> None:
         """Waits for what runs and frees the device's memory. May be called twice."""
         self._device.close()
+
+
+def _pair(*numbers: int) -> np.ndarray:
+    packed = aligned_zeros(2)
+    packed[:] = numbers
+    return packed
 
 
 def read_prompt_logprobs(plan: StepPlan, packed: np.ndarray) -> list[PromptLogprobs]:

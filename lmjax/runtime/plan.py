@@ -77,6 +77,7 @@ class Plan:
     usable: int
     reserve: int
     weights: int
+    adapters: int
     state: int
     program_bytes: int
     room: int
@@ -151,7 +152,11 @@ def _plan(deployment: Deployment, length: int | None, tell: Tell) -> Plan:
     weights = weights_of(spec, resolved.dtype, deployment.degree)
     usable = int(card.memory_bytes * deployment.config.gpu_memory_utilization)
     reserve = RESERVE_BYTES + int(card.memory_bytes * RESERVE_SHARE)
-    state = bytes_per_device(resolved.shapes(_one_block(resolved), spec.max_len).state(), devices)
+    shapes = resolved.shapes(_one_block(resolved), spec.max_len)
+    state, adapters = (bytes_per_device(tree, devices) for tree in (shapes.state(), shapes.loras()))
+    # a step in which rows have adapters reads those of all slots, and multiplies them with every token
+    extra = adapters // weights.item_bytes
+    weights = replace(weights, dense=weights.dense + extra, dense_bytes=weights.dense_bytes + adapters)
     plan = Plan(
         model=spec.model_type,
         card=card,
@@ -163,9 +168,10 @@ def _plan(deployment: Deployment, length: int | None, tell: Tell) -> Plan:
         usable=usable,
         reserve=reserve,
         weights=weights.bytes,
+        adapters=adapters,
         state=state,
         program_bytes=0,
-        room=usable - reserve - weights.bytes - state,
+        room=usable - reserve - weights.bytes - adapters - state,
         pool=None,
         wanted_len=spec.max_len,
         length=length or spec.max_len,
@@ -173,7 +179,8 @@ def _plan(deployment: Deployment, length: int | None, tell: Tell) -> Plan:
     pool = _size_pool(resolved, plan.room)
     if isinstance(pool, str):  # not even without temporaries: nothing needs to be compiled
         need = gib(usable - plan.room)
-        why = f"weights, state and reserve need {need} of the {gib(usable)} that may be used on each card"
+        what = "weights, adapters, state" if adapters else "weights, state"
+        why = f"{what} and reserve need {need} of the {gib(usable)} that may be used on each card"
         return replace(plan, refusal=why if plan.room <= 0 else pool)
     tell(f"compiling for {devices} x {card.name}")
     shapes = resolved.shapes(pool.num_blocks, pool.max_model_len)
@@ -223,8 +230,10 @@ class _Compiled:
 def largest_keys(buckets: Buckets) -> tuple[ForwardKey | SampleKey, ...]:
     """The programs that need the most: a step full of prompts, one of decode rows alone, and sampling with all
     features."""
-    prefill = buckets.forward[-1]
-    decode = max((key for key in buckets.forward if key.num_tokens == key.num_rows), key=lambda key: key.num_tokens)
+    keys = [key for key in buckets.every_forward if not key.prompt_logprobs]
+    keys = [key for key in keys if key.adapters] or keys  # where there are adapters, such a step needs more
+    prefill = max(keys, key=lambda key: key.num_tokens)
+    decode = max((key for key in keys if key.num_tokens == key.num_rows), key=lambda key: key.num_tokens)
     sample = max(buckets.sample, key=lambda key: (key.num_rows, key.level, key.logprobs))
     assert sample.level == FULL
     return tuple(dict.fromkeys((sample, prefill, decode)))

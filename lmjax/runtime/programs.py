@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lmjax.models import decoder
+from lmjax.models.lora import abstract_adapters, put_adapter
 from lmjax.models.spec import DecoderSpec
 from lmjax.nn.env import ALONE, Env
 from lmjax.parallel.placement import Placement
@@ -37,6 +38,7 @@ from lmjax.types import KVSpec
 # keys of the programs that are neither forward nor sample
 LOAD_SLOT, APPLY_PATCHES, COPY_BLOCKS = "load_slot", "apply_patches", "copy_blocks"
 SWAP_OUT, SWAP_IN = "swap_out", "swap_in"
+LOAD_ADAPTER = "load_adapter"
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Shapes:
     placement: Placement | None = None  # None: the default device. Else spec and kv_specs are what all devices hold
     most_tokens: int = 0  # of a step; only a pipeline's state depends on it
     processed_logprobs: bool = False
+    adapters: tuple[int, int] | None = None  # slots on the device and highest rank; None: there are no adapters
 
     @property
     def num_groups(self) -> int:
@@ -78,6 +81,14 @@ class Shapes:
     def params(self) -> Any:
         params = decoder.abstract_params(self.spec, self.dtype)
         return self.placement.place(params, self.placement.params(self.spec)) if self.placement else params
+
+    def loras(self, slots: int | None = None) -> Any:
+        """The adapters of all slots (None), or of so many. Without adapters: None."""
+        if self.adapters is None:
+            return None
+        most, rank = self.adapters
+        tree = abstract_adapters(self.spec, self.dtype, slots or most, rank)
+        return self.placement.place(tree, self.placement.adapters(self.spec, rank)) if self.placement else tree
 
     def everywhere(self, tree: Any) -> Any:
         """Abstract arrays that every device holds whole."""
@@ -122,8 +133,10 @@ def forward_program(shapes: Shapes, key: ForwardKey) -> Program:
         function = make_tick(spec, *limits, shapes.stages, shapes.env)
         own = (state.tables, state.hidden)
     if place:
-        function = place.wrap_forward(function, shapes.spec, shapes.num_groups, key.pooled)
-    arguments = (shapes.params(), shapes.pools(), state.tokens, *own, packed)
+        adapters = place.adapters(shapes.spec, shapes.adapters[1]) if key.adapters and shapes.adapters else None
+        function = place.wrap_forward(function, shapes.spec, shapes.num_groups, key.pooled, adapters)
+    loras = (shapes.loras(),) if key.adapters else ()
+    arguments = (shapes.params(), shapes.pools(), state.tokens, *own, packed, *loras)
     donate = tuple(range(1, 3 + len(own)))
     return Program(key.name, function, arguments, donate, gpu_settings.program_options(shapes.env))
 
@@ -155,7 +168,7 @@ def all_programs(shapes: Shapes, buckets: Buckets) -> dict[Hashable, Program]:
         copy = shapes.placement.wrap(copy_in_stage, (pools, REPLICATED), pools)
         out = shapes.placement.wrap(swap_out_of_stage, (pools, REPLICATED), pools)
         back = shapes.placement.wrap(swap_into_stage, (pools, pools, REPLICATED), (pools, STAGES))
-    forward_keys = (buckets.prompt_logprobs, *reversed(buckets.forward))
+    forward_keys = sorted(buckets.every_forward, key=lambda key: (-key.prompt_logprobs, -key.num_tokens))
     programs: dict[Hashable, Program] = {
         **{key: forward_program(shapes, key) for key in forward_keys},
         **{key: sample_program(shapes, key) for key in sorted(buckets.sample, key=lambda key: -key.level)},
@@ -167,4 +180,21 @@ def all_programs(shapes: Shapes, buckets: Buckets) -> dict[Hashable, Program]:
         pairs = shapes.packed(shapes.num_groups, SWAP_BATCH, 2)
         programs[SWAP_OUT] = Program(SWAP_OUT, out, (shapes.pools(), pairs))
         programs[SWAP_IN] = Program(SWAP_IN, back, (shapes.pools(), shapes.swapped(), pairs), donate=(0,))
+    if shapes.adapters:
+        programs[LOAD_ADAPTER] = load_adapter_program(shapes)
     return programs
+
+
+def load_adapter_program(shapes: Shapes) -> Program:
+    """Puts an adapter into a slot. Its last argument: int32 [2], the adapter's number (which the program has no use
+    for) and the slot."""
+
+    def load_adapter(every: Any, one: Any, packed: jax.Array) -> Any:
+        return put_adapter(every, one, packed[1])
+
+    function, place = load_adapter, shapes.placement
+    if place and shapes.adapters:
+        specs = place.adapters(shapes.spec, shapes.adapters[1])
+        function = place.wrap(load_adapter, (specs, specs, REPLICATED), specs)
+    arguments = (shapes.loras(), shapes.loras(slots=1), shapes.everywhere(_ints(2)))
+    return Program(LOAD_ADAPTER, function, arguments, donate=(0,))

@@ -19,6 +19,7 @@ from lmjax.parallel.placement import Placement
 from lmjax.parallel.split import Degree, SplitError, spread
 from lmjax.runtime.buckets import GPU_SAMPLERS, SAMPLERS, Buckets, ForwardKey
 from lmjax.runtime.compiler import Program, compile_all
+from lmjax.runtime.plan_costs import bytes_per_device
 from lmjax.runtime.programs import Shapes, forward_program, sample_program
 from lmjax.runtime.quantization import packed_spec
 from lmjax.runtime.state import COPY_BATCH, MOST_WAITING, SWAP_BATCH
@@ -70,6 +71,12 @@ class Resolved:
         return self.config.runner == "pooling"
 
     @property
+    def adapters(self) -> tuple[int, int] | None:
+        """See ``Shapes``."""
+        config = self.config
+        return (config.max_loras, config.max_lora_rank) if config.enable_lora else None
+
+    @property
     def degree(self) -> Degree:
         return self.placement.degree if self.placement else Degree()
 
@@ -97,6 +104,7 @@ class Resolved:
             placement=self.placement,
             most_tokens=self.buckets(max_model_len).token_buckets[-1],
             processed_logprobs=self.processed_logprobs,
+            adapters=self.adapters,
         )
 
     def model_spec(self, max_model_len: int | None) -> DecoderSpec:
@@ -114,10 +122,18 @@ class Resolved:
         stages, samplers = self.spec.stages, GPU_SAMPLERS if self.platform == "gpu" else SAMPLERS
         seqs, tokens, processed = -(-self.num_seqs // stages), -(-budget // stages), self.processed_logprobs
         if self.env.tile is None:
-            return Buckets(seqs, tokens, samplers, processed, pooled=self.pools_only)
-        # one program for all that is drawn at random, whatever its neighbours ask for
+            lora = self.config.enable_lora
+            return Buckets(seqs, tokens, samplers, processed, pooled=self.pools_only, adapters=lora)
+        # one program for all that is drawn at random, whatever its neighbours ask for, and one with adapters or without
         return Buckets(
-            seqs, tokens, SAMPLERS, processed, self.env.tile, least_width(self.env.target), pooled=self.pools_only
+            seqs,
+            tokens,
+            SAMPLERS,
+            processed,
+            self.env.tile,
+            least_width(self.env.target),
+            pooled=self.pools_only,
+            adapters="always" if self.config.enable_lora else False,
         )
 
 
@@ -257,17 +273,20 @@ def step_bytes(shapes: Shapes, programs: Mapping[Hashable, ProgramMemory]) -> in
 
 
 def _copied_bytes(shapes: Shapes) -> int:
-    """What the program that copies blocks holds on to, and the transfers to and from the host that wait."""
+    """What the program that copies blocks holds on to, the transfers to and from the host that wait, and an adapter on
+    its way into its slot."""
     block = sum(kv.bytes_per_token() for kv in shapes.kv_specs) * shapes.block_size
     blocks = COPY_BATCH + (2 * (MOST_WAITING + 1) * SWAP_BATCH if shapes.host_tier else 0)
-    return blocks * block // (shapes.placement.size if shapes.placement else 1)
+    devices = shapes.placement.size if shapes.placement else 1
+    return blocks * block // devices + bytes_per_device(shapes.loras(slots=1), devices)
 
 
 def program_bytes(resolved: Resolved) -> int:
     """``step_bytes``, measured by compiling the largest programs. They need the same whatever the pool's size."""
     shapes = resolved.shapes(tuple(2 for _ in resolved.kv_specs), resolved.spec.max_len)
     buckets = resolved.buckets(resolved.spec.max_len)
-    programs: dict[Hashable, Program] = {buckets.prompt_logprobs: forward_program(shapes, buckets.prompt_logprobs)}
+    largest = max(buckets.every_forward, key=lambda key: (key.prompt_logprobs, key.num_tokens, key.adapters))
+    programs: dict[Hashable, Program] = {largest: forward_program(shapes, largest)}
     if buckets.sample:
         sample = max(buckets.sample, key=lambda key: (key.num_rows, key.level, key.logprobs))
         programs[sample] = sample_program(shapes, sample)

@@ -35,7 +35,14 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     asked, job = await state.offload(is_heavy(body, state.settings), prepare_chat, body, client, state.settings)
     model = state.model_name(asked.model)
     head = Head(new_id("chatcmpl", asked.request_id), int(time.time()), model)
-    generation = Generation(client, state.metrics, [job], priority=asked.priority, cache_salt=asked.cache_salt)
+    generation = Generation(
+        client,
+        state.metrics,
+        [job],
+        lora=state.lora_of(model),
+        priority=asked.priority,
+        cache_salt=asked.cache_salt,
+    )
     if asked.stream:
         events = EventStream(request, head, "chat.completion.chunk", asked.include_usage)
         chunks = _Chunks(client, asked, job, events, generation)

@@ -34,6 +34,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         client,
         state.metrics,
         jobs,
+        lora=state.lora_of(model),
         priority=asked.priority,
         cache_salt=asked.cache_salt,
         prompt_only=answer.prompt_only,

@@ -41,7 +41,7 @@ async def embeddings(request: web.Request) -> web.Response:
     body = await read_body(request)
     asked, params, jobs = await state.offload(is_heavy(body, state.settings), _prepare, body, client)
     model = state.model_name(asked.model)
-    found = await run_all(request, state, client, jobs, params, asked)
+    found = await run_all(request, state, client, jobs, params, asked, state.lora_of(model))
     encode = to_base64 if asked.encoding_format == "base64" else to_floats
     data = [Embedding(i, encode(result.values)) for i, result in enumerate(found)]
     reply = Embeddings(new_id("embd", asked.request_id), int(time.time()), model, data, usage_of(found))

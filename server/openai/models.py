@@ -1,4 +1,4 @@
-"""``/v1/models`` and ``/v1/models/{id}``."""
+"""``/v1/models`` and ``/v1/models/{id}``: the model under each of its names, and its adapters."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from server.state import STATE, ServerState
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    info = state.engine().info
+    client = state.engine()
+    lora = state.lora_of(name)
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "lmjax",
-        "root": info.model,
-        "parent": None,
-        "max_model_len": info.max_model_len,
+        "root": client.info.model if lora is None else client.loras[lora].path,
+        "parent": None if lora is None else state.model_names[0],
+        "max_model_len": client.info.max_model_len,
     }
 
 
 async def list_models(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    state.engine()
-    return json_response({"object": "list", "data": [_card(state, name) for name in state.model_names]})
+    names = (*state.model_names, *state.engine().loras)
+    return json_response({"object": "list", "data": [_card(state, name) for name in names]})
 
 
 async def get_model(request: web.Request) -> web.Response:

@@ -93,7 +93,7 @@ async def _run(request: web.Request, prepare: Any) -> tuple[_Work, list[float], 
     body = await read_body(request)
     work = await state.offload(is_heavy(body, state.settings), prepare, body, client)
     model = state.model_name(work.asked.model)
-    found = await run_all(request, state, client, work.jobs, work.params, work.asked)
+    found = await run_all(request, state, client, work.jobs, work.params, work.asked, state.lora_of(model))
     values = [to_floats(result.values) for result in found]
     return work, [_score([values[i] for i in pair]) for pair in work.pairs], found, model
 

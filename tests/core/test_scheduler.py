@@ -22,7 +22,7 @@ def prompt(n, seed=0):
 
 
 def run(requests, info=None, overlap=True, arrivals=None, **changes):
-    info = info or fake_info()
+    info = info or replace(fake_info(), max_loras=1)
     return run_requests(requests, config(**changes), info, FakeExecutor(info), overlap, arrivals, check=True)
 
 
@@ -239,7 +239,7 @@ def test_a_block_whose_last_token_was_never_computed_is_not_found(overlap):
 
 def test_another_salt_or_adapter_shares_nothing():
     ids = prompt(40)
-    kinds = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"adapter": "a"}, {"cache_salt": "a"}, {}]
+    kinds = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"adapter": 1}, {"cache_salt": "a"}, {}]
     answers, _ = run([request(i, ids, max_tokens=2, **kind) for i, kind in enumerate(kinds)])
     assert [answers[i].num_cached for i in range(6)] == [0, 0, 0, 0, 32, 32]
 

@@ -6,6 +6,7 @@ A block is named by its page and its first line. A new one has to be put into a 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tests.docs import shell
 from tests.docs.blocks import ALL, Block, blocks_of
 from tests.docs.test_python import NEEDS
+from tests.peft_dirs import make_adapter
 from tests.runtime.tiny import tiny_model
 
 LANGUAGES = {"python", "bash", "console", "text"}
@@ -60,6 +62,11 @@ RUN = {
         server="--model {tiny} --max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 64 --admin-api-key ADMIN",
         replaced={"/checkpoints/100": "{tiny}"},
         expect=('"version": ?"step-100", ?"seconds"', '"version": ?"step-100"}'),
+    ),
+    ("docs/lora.md", "curl -sf localhost:8000/v1/load_lora_adapter"): Run(
+        server="--model {tiny} --max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 64 --admin-api-key ADMIN "
+        "--enable-lora --max-loras 2 --lora-dir {adapters}",
+        expect=("'sql' added successfully", '"id": ?"sql"', '"model": ?"sql"', "'sql' removed successfully"),
     ),
     ("docs/pipelines.md", "python -m lmjax.weights.embedded --out checkpoint"): Run(
         expect=('"version": ?"step-100", ?"seconds"', '"is_sleeping": ?true', '"version": ?"step-100"}')
@@ -137,14 +144,14 @@ def test_it_runs(block, tmp_path):
     [how] = entries(block, RUN)
     if how.needs and importlib.util.find_spec(how.needs) is None:
         pytest.skip(NEEDS[how.needs])
-    output = shell.run_shell(script(block, how), tmp_path, timeout=1100)
+    output = shell.run_shell(script(block, how, tmp_path), tmp_path, timeout=1100)
     for pattern in how.expect:
         found = re.search(pattern, output)
         assert found, f"no {pattern!r} in\n{output[-4000:]}"
         output = output[found.end() :]
 
 
-def script(block: Block, how: Run) -> str:
+def script(block: Block, how: Run, cwd: Path) -> str:
     port, tiny = shell.free_port(), str(tiny_model())
     text = "\n".join(block.commands) + "\n" if block.language == "console" or how.servers else block.text
     for old, new in how.replaced.items():
@@ -159,5 +166,8 @@ def script(block: Block, how: Run) -> str:
         text = text.replace("scripts/", f"MASTER_PORT={shell.free_port()} {shell.ROOT}/scripts/")
     if how.server is not None:
         flags = how.server.replace("{tiny}", tiny)
+        if "{adapters}" in flags:
+            make_adapter(cwd / "adapters" / "sql-v2", model=json.loads(Path(tiny, "config.json").read_text()))
+            flags = flags.replace("{adapters}", str(cwd / "adapters"))
         text = f"lmjax serve {flags} --port {port} >&2 &\n{ready}\n{text}"
     return text

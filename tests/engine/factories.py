@@ -1,11 +1,13 @@
 """Executors that the engine's process builds by name ("tests.engine.factories:quick")."""
 
+import dataclasses
 import logging
 import os
 import time
 from types import SimpleNamespace
 
 from lmjax.config import ConfigError, EngineConfig
+from lmjax.types import AdapterError
 from tests.fakes import FakeExecutor, fake_info
 from tests.fixtures import model_dir
 
@@ -88,4 +90,25 @@ def hangs_later(config, progress):
         return collect(in_flight)
 
     fake.collect = hanging
+    return fake
+
+
+def with_adapters(config, progress):
+    """5 ms a step. An adapter is a directory; ``slow`` takes its time, ``only0`` is one for the first engine alone."""
+    fake = executor(config, progress, step_seconds=0.005)
+    fake.info = dataclasses.replace(fake.info, max_loras=config.max_loras)
+
+    def read(path):
+        if not os.path.isdir(path):
+            raise AdapterError(f"{path}: is no directory")
+        if path.endswith("slow"):
+            time.sleep(1.0)
+        if path.endswith("only0") and os.environ["CUDA_VISIBLE_DEVICES"] != "0":
+            raise AdapterError(f"{path}: not for this one")
+        if path.endswith("bug"):
+            raise ZeroDivisionError("deep inside")
+        return SimpleNamespace(rank=4)
+
+    fake.read_adapter = read
+    fake.add_adapter = fake.drop_adapter = lambda *_: None
     return fake

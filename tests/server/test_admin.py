@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmjax.types import OrderError
-from server.admin import ROUTES
+from server import adapters, admin
 from server.middleware import ADMIN_PATHS
 from server.settings import ServerSettings, SettingsError
+from tests.fake_engine import FakeEngine
 from tests.server.helpers import Api, api, run_async
 
 ADMIN = {"Authorization": "Bearer sk-admin"}
 USER = {"Authorization": "Bearer sk-user"}
-BODIES: dict[str, Any] = {"/v1/weights": {"path": "/models/new"}}
+ROUTES = (*admin.ROUTES, *adapters.ROUTES)
+BODIES: dict[str, Any] = {
+    "/v1/weights": {"path": "/models/new"},
+    "/v1/load_lora_adapter": {"lora_name": "new", "lora_path": "new"},
+    "/v1/unload_lora_adapter": {"lora_name": "new"},
+}
 
 
 async def ask(server: Api, method: str, path: str, body: Any = None, headers: Any = ADMIN) -> tuple[int, Any]:
     async with server.http.request(method, path, json=body, headers=headers) as response:
-        return response.status, await response.json()
+        reply = response.json if response.content_type == "application/json" else response.text
+        return response.status, await reply()
 
 
 @run_async
@@ -33,10 +41,14 @@ async def test_they_are_off_without_a_key() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])
-def test_they_have_a_key_of_their_own(prefix: str) -> None:
+def test_they_have_a_key_of_their_own(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    settings = {"root_path": "/llm", "lora_dir": str(tmp_path)}
+
     @run_async
     async def run() -> None:
-        async with api(admin_api_keys=("sk-admin",), api_keys=("sk-user",), root_path="/llm") as server:
+        engine = FakeEngine(max_loras=1)
+        async with api(engine, admin_api_keys=("sk-admin",), api_keys=("sk-user",), **settings) as server:
             for headers in ({}, USER, {"x-api-key": "sk-adminx"}):
                 for method, path, _ in ROUTES:
                     status, reply = await ask(server, method, prefix + path, BODIES.get(path), headers)
