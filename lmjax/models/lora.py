@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from lmjax.models.params import LayerParams, MlpParams, ParamSpec
+from lmjax.models.params import AttentionParams, LayerParams, MlpParams, ParamSpec
 from lmjax.models.spec import DecoderSpec, LayerSpec, MlpSpec
 from lmjax.nn.lora import Lora
 
@@ -77,6 +77,7 @@ def with_adapters(layers: tuple[LayerParams, ...], adapters: tuple[LayerAdapters
 
 def _with(layer: LayerParams, own: LayerAdapters) -> LayerParams:
     attn, mlp = layer.attn, layer.mlp
+    assert isinstance(attn, AttentionParams)  # latent attention is refused before
     attn = replace(attn, qkv=replace(attn.qkv, lora=own.qkv), o=replace(attn.o, lora=own.o))
     if isinstance(mlp, MlpParams):
         mlp = replace(mlp, gate_up=replace(mlp.gate_up, lora=own.gate_up), down=replace(mlp.down, lora=own.down))

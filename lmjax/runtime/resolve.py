@@ -151,6 +151,8 @@ def resolve(
     spec = make_spec(source, config.max_model_len)
     if config.enable_expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         raise ConfigError(f"--enable-expert-parallel: a {spec.model_type} model has no experts")
+    if config.enable_lora and any(layer.attention.latent for layer in spec.layers):
+        raise ConfigError(f"--enable-lora: not built for latent attention, which a {spec.model_type} model has")
     degree = placement.degree if placement else Degree()
     spec = packed_spec(spec, config, source, platform, env.target, degree)
     if placement:
