@@ -24,11 +24,11 @@ def linear(w: Dense, x: jax.Array, env: Env = ALONE) -> jax.Array:
     else:
         out = w.weight.shape[:-1]
         y = matmul(w.weight.reshape(-1, w.weight.shape[-1]), x)
-    if w.lora is not None:
-        y = y + lora_product(w.lora, x).reshape(y.shape)
     if w.bias is not None:
         y = y + w.bias.reshape(-1, 1).astype(jnp.float32)
-    return y.astype(x.dtype).reshape(*out, x.shape[-1])
+    y = y.astype(x.dtype).reshape(*out, x.shape[-1])
+    # added to what is rounded, as in peft: a card would write and read both in float32
+    return y if w.lora is None else y + lora_product(w.lora, x)
 
 
 def summed_linear(w: Dense, x: jax.Array, env: Env) -> jax.Array:

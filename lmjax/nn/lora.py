@@ -27,13 +27,13 @@ class Lora:
 
 
 def lora_product(lora: Lora, x: jax.Array) -> jax.Array:
-    """``B A x``: x [in, T] -> float32 [*out, T]."""
+    """``B A x``: x [in, T] -> [*out, T] in x's dtype, each product accumulated in float32."""
     parts, rows, fan_in = lora.a.shape
     h = _matmul(lora.a.reshape(parts * rows, fan_in), x).reshape(parts, rows, -1)
     own = jnp.arange(rows, dtype=jnp.int32)[:, None] // lora.rank == lora.slots[None, :]
     # chosen, not multiplied by 0: what overflows in one adapter is no NaN in another's rows
     h = jnp.where(own[None], h, 0.0).astype(x.dtype)
-    ys = [_matmul(b.reshape(-1, rows), h[i]).reshape(*b.shape[:-1], -1) for i, b in enumerate(lora.b)]
+    ys = [_matmul(b.reshape(-1, rows), h[i]).astype(x.dtype).reshape(*b.shape[:-1], -1) for i, b in enumerate(lora.b)]
     return ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=lora.axis)
 
 

@@ -164,6 +164,27 @@ def test_weights_change_under_adapters(llm):
     assert tokens(llm, [(name, 0)]) == [golden(name, 0)]
 
 
+@pytest.mark.slow
+def test_deterministic_bits_do_not_depend_on_neighbours_adapters(directories):
+    """Of a row with an adapter and of one without, alone and among others."""
+    modules = {name: directories[name] for name in NAMES[:3]}
+    sizes = SIZES | {"max_num_batched_tokens": 32, "deterministic": True, "max_loras": 3}
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+    asked = [(None, 0), (NAMES[0], 0), (NAMES[1], 0), (NAMES[2], 1), (None, 1), (NAMES[1], 1)]
+
+    def bits(llm, some):
+        outputs = llm.generate([prompt(*one) for one in some], params, use_tqdm=False, lora=[name for name, _ in some])
+        steps = [zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True) for o in outputs]
+        return [np.float32([entry[token].logprob for entry, token in pairs]).tobytes() for pairs in steps]
+
+    with LLM(
+        params=tiny.tensors(tiny_loras.MODEL), config=CONFIG, enable_lora=True, lora_modules=modules, **sizes
+    ) as llm:
+        together = bits(llm, asked)
+        assert [bits(llm, [one])[0] for one in asked] == together
+        assert len(set(together)) == len(together) and llm.stats().compiles == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -51,7 +51,7 @@ def test_each_token_has_the_product_of_its_own(parts, slots, dtype):
     found = jax.jit(linear)(replace(w, lora=replace(lora, slots=jnp.array(slots, jnp.int32))), x)
     wanted = np.einsum("...i,it->...t", exact(w.weight), exact(x)) + exact(w.bias)[..., None] + out
     assert found.dtype == x.dtype and found.shape == wanted.shape
-    # B's operand and the result are rounded once each
+    # B's operand, both products and the result are rounded once each
     tolerance = 1e-4 if dtype == "float32" else 2**-8 * (np.abs(out).max() + np.abs(wanted).max())
     np.testing.assert_allclose(exact(found), wanted, atol=tolerance)
     # whoever has none gets what there is without adapters, to the bit

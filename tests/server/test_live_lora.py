@@ -5,6 +5,7 @@ What an adapter should say is what the same server says with weights into which 
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import threading
@@ -84,6 +85,30 @@ class Adapters:
         assert reply.status == 200, reply.body[:300]
         return reply.text()
 
+    def hang_up(self, model: str, prompt: str) -> int:
+        """A client that goes in the middle of a long stream. Returns the status."""
+        body = {"model": model, "prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            response.read(20)
+            return response.status
+        finally:
+            connection.close()
+
+    def idle(self) -> None:
+        """Waits until no request is left, and nothing that one held."""
+        deadline = time.monotonic() + 30
+        nothing = 'running_lora_adapters="",waiting_lora_adapters=""'
+        while True:
+            numbers = self.server.metrics()
+            left = [numbers[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")]
+            if not any(left) and any(nothing in line for line in _lines(self)):
+                return
+            assert time.monotonic() < deadline, (left, [line for line in _lines(self) if "lora" in line])
+            time.sleep(0.1)
+
     @property
     def names(self) -> list[str]:
         return [card["id"] for card in self.server.send("GET", "/v1/models").json["data"]]
@@ -139,15 +164,19 @@ def _lines(live: Adapters) -> list[str]:
 
 
 def test_they_come_and_go_under_traffic(only_first: Adapters) -> None:
-    """``d`` and ``b`` are loaded, unloaded and loaded again, while six clients ask for whatever they find."""
+    """``d`` and ``b`` are loaded, unloaded and loaded again, while six clients ask for whatever they find, and now and
+    then go before they have it."""
     live, stop = only_first, threading.Event()
-    counts = {"right": 0, "gone": 0}
+    counts = {"right": 0, "gone": 0, "hung up": 0}
 
     def client(number: int) -> None:
         turn = number
         while not stop.is_set():
             turn += 1
             name, prompt = ("RAND", *NAMES)[turn % 5], PROMPTS[turn % 3]
+            if turn % 7 == 0:
+                counts["hung up"] += live.hang_up(name, prompt) == 200
+                continue
             reply = live.ask(name, prompt, stream=number % 2 == 0)
             if reply.status == 404 and name in NAMES[1:]:
                 counts["gone"] += 1
@@ -180,8 +209,9 @@ def test_they_come_and_go_under_traffic(only_first: Adapters) -> None:
             raise
 
     at_once(run, jobs)
-    assert counts["right"] >= 40 and counts["gone"] >= 2, counts
+    assert counts["right"] >= 40 and counts["gone"] >= 2 and counts["hung up"] >= 5, counts
     assert live.names == ["RAND", "first"]
+    live.idle()
 
 
 def test_requests_that_are_there_finish_and_new_ones_are_404(only_first: Adapters) -> None:
