@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from lmjax.config import ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.models.names import harmless, hf_names, num_values
 from lmjax.models.params import named_leaves
@@ -21,7 +22,9 @@ from lmjax.nn.routing import pick
 from lmjax.parallel.split import Degree, SplitError, share, spread
 from lmjax.runtime.memory import pool_bytes
 from lmjax.runtime.plan_costs import kv_bytes_read, weights_of
+from lmjax.runtime.resolve import resolve
 from lmjax.weights.packing import packings
+from lmjax.weights.source import resolve_model
 from tests import tiny
 from tests.models.driver import Driver
 from tests.weights.test_quantised_families import loaded
@@ -135,6 +138,14 @@ def test_stages_of_different_layers_are_refused():
         spread(spec_from_hf(V3, None), Degree(1, 2))
     with pytest.raises(SplitError, match=r"got 3, but the model has 16 query heads; degrees .*: 1, 2, 4, 8, 16$"):
         spread(spec_from_hf(LITE, None), Degree(3))
+
+
+def test_deterministic_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LITE))
+    source = resolve_model(str(tmp_path / "config.json"), config_only=True)
+    config = EngineConfig(model=str(tmp_path), deterministic=True, max_model_len=64)
+    with pytest.raises(ConfigError, match="--deterministic: a deepseek_v2 model's bits depend on the step: not supp"):
+        resolve(config, source, "cpu")
 
 
 def test_the_layer_behind_the_last_is_left_out():
