@@ -158,6 +158,8 @@ def resolve(
     if placement:
         spec = spread_spec(spec, placement.degree)
     if config.deterministic:
+        if any(layer.attention.latent for layer in spec.layers):
+            raise ConfigError(f"--deterministic: a {spec.model_type} model's bits depend on the step: not supported")
         env = replace(env, tile=tile_width(env.target))
     dtype, kv_dtype = resolve_dtype(config, source, platform), config.kv_cache_dtype
     resolved = Resolved(

@@ -146,6 +146,14 @@ def test_adapters_are_refused(tmp_path):
         resolve(EngineConfig(model=str(tmp_path), enable_lora=True), source, "cpu")
 
 
+def test_deterministic_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LITE))
+    source = resolve_model(str(tmp_path / "config.json"), config_only=True)
+    config = EngineConfig(model=str(tmp_path), deterministic=True, max_model_len=64)
+    with pytest.raises(ConfigError, match="--deterministic: a deepseek_v2 model's bits depend on the step: not supp"):
+        resolve(config, source, "cpu")
+
+
 def test_the_layer_behind_the_last_is_left_out():
     spec = spec_from_hf(tiny.CASES["deepseek_v3"].config, None)
     assert harmless("model.layers.2.eh_proj.weight", spec) and harmless("model.layers.2.mlp.gate.weight", spec)
