@@ -8,6 +8,7 @@ from lmjax.models.layout import Layout
 from lmjax.models.spec import DecoderSpec, MlpSpec
 
 ARCHITECTURE = "MptForCausalLM"
+ALIASES = ("MPTForCausalLM",)  # as its makers write it
 _LAYER = "transformer.blocks.{i}."
 LAYOUT = Layout(
     {

@@ -108,7 +108,7 @@ def spec_from_hf(config: dict[str, Any], max_model_len: int | None) -> DecoderSp
     hf = HfConfig(config)
     family = hf.choice("model_type", None, FAMILIES)
     architectures = hf.get("architectures") or [family.ARCHITECTURE]
-    if family.ARCHITECTURE not in architectures and not is_headless(config):
+    if not {family.ARCHITECTURE, *getattr(family, "ALIASES", ())} & {*architectures} and not is_headless(config):
         known = ", ".join(module.ARCHITECTURE for module in FAMILIES.values())
         raise hf.error(
             "architectures", architectures, f"[{family.ARCHITECTURE!r}] for this model_type (known: {known})"
@@ -116,6 +116,8 @@ def spec_from_hf(config: dict[str, Any], max_model_len: int | None) -> DecoderSp
     for name in REFUSED:
         if name not in getattr(family, "APPLIES", ()) and hf.get(name) not in (None, False, 0, "", [], {}):
             raise hf.error(name, config[name], "absent or null: not supported")
+    if hf.get("is_causal") is False:
+        raise hf.error("is_causal", False, "absent or true: attention in both directions is not supported")
     spec = family.spec_from_hf(hf, max_model_len)
     # without a head nothing reads it, and there is none to load
     return replace(spec, tie_embeddings=True, head_bias=False) if is_headless(config) else spec
@@ -124,7 +126,7 @@ def spec_from_hf(config: dict[str, Any], max_model_len: int | None) -> DecoderSp
 def is_headless(config: dict[str, Any]) -> bool:
     """A known decoder saved without its head (``MistralModel``), as embedding models are."""
     family = FAMILIES.get(config.get("model_type", ""))
-    bare = family.ARCHITECTURE.removesuffix("ForCausalLM") + "Model" if family else None
+    bare = family.ARCHITECTURE.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model" if family else None
     return bare in (config.get("architectures") or [])
 
 

@@ -63,8 +63,8 @@ def rope_from_hf(
     if theta <= 0:
         raise config.error("rope_theta", theta, "above 0")
     trained = config.integer("max_position_embeddings")
-    original = config.integer("original_max_position_embeddings", None)
-    original = original or numbers.integer("original_max_position_embeddings", trained)
+    original = numbers.integer("original_max_position_embeddings", None)
+    original = original or config.integer("original_max_position_embeddings", trained)
     original = trained if kind in ("linear", "dynamic") else original
     longest = _longest(kind, numbers, trained, original)
     served = trained if max_model_len is None else max_model_len

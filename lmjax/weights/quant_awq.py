@@ -20,7 +20,8 @@ from lmjax.weights.safetensors import Range, TensorInfo, read_tensor
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PER_WORD = 8
-APPLIED = ("bits", "group_size", "zero_point", "version", "modules_to_not_convert", "format")
+APPLIED = ("bits", "group_size", "zero_point", "version", "modules_to_not_convert", "format", "method")
+APPLIED += ("checkpoint_format", "pack_dtype")
 OF_QUANTISER = ("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
 
 
@@ -84,7 +85,10 @@ def layout(config: HfConfig) -> Awq:
     check_fields(config, APPLIED, OF_QUANTISER)
     if config.get("bits", 4) != 4:
         raise config.error("bits", config.get("bits"), "4")
-    for field in ("version", "format"):
+    config.choice("method", "awq", {"awq": None})
+    if config.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
+        raise config.error("pack_dtype", config.get("pack_dtype"), "int32")
+    for field in ("version", "format", "checkpoint_format"):
         version: Any = config.get(field, "gemm")
         if not isinstance(version, str) or version.lower() != "gemm":
             raise config.error(field, version, "gemm")

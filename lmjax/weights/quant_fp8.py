@@ -22,6 +22,7 @@ from lmjax.weights.safetensors import Range, TensorInfo, read_tensor
 
 BLOCK = 128
 APPLIED = ("activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert", "ignored_layers", "scale_fmt")
+OF_QUANTISER = ("kv_cache_scheme",)  # its scales, see below
 SCALES = ("weight_scale_inv", "weight_scale")
 # scales of activations and of a KV cache: both are found anew here, where they are used
 OTHER_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
@@ -78,7 +79,7 @@ def _read(weight: TensorInfo, scale: TensorInfo, block: int, rows: Range | None)
 
 
 def layout(config: HfConfig) -> Fp8:
-    check_fields(config, APPLIED, ())
+    check_fields(config, APPLIED, OF_QUANTISER)
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise config.error("fmt", config.get("fmt"), "e4m3")
     config.choice("activation_scheme", "dynamic", {"dynamic": None, "static": None})

@@ -21,7 +21,7 @@ from lmjax.weights.safetensors import Range, TensorInfo, read_tensor
 
 APPLIED = (
     *("bits", "group_size", "desc_act", "sym", "checkpoint_format", "lm_head", "modules_to_not_convert"),
-    *("pack_dtype", "format"),
+    *("pack_dtype", "format", "method", "data_type"),
 )
 # how the weights were found, and which kernels run them elsewhere
 OF_QUANTISER = (
@@ -30,6 +30,8 @@ OF_QUANTISER = (
     *("use_cuda_fp16", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "backend"),
     *("modules_in_block_to_quantize", "cache_block_outputs", "max_input_length", "use_exllama", "exllama_config"),
     *("disable_exllama", "offload_to_disk", "adapter"),
+    *("autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "low_gpu_mem_usage", "amp", "scale_dtype"),
+    *("enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gradient_accumulate_steps"),
 )
 
 
@@ -97,6 +99,8 @@ class Gptq:
 
 def layout(config: HfConfig) -> Gptq:
     check_fields(config, APPLIED, OF_QUANTISER)
+    config.choice("method", "gptq", {"gptq": None})
+    config.choice("data_type", "int", {"int": None})
     bits: Any = config.integer("bits")
     if bits not in (4, 8):
         raise config.error("bits", bits, "4 or 8")

@@ -292,6 +292,7 @@ def test_real_configs(name):
     ("case", "changes", "message"),
     [
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
+        ("gemma", {"is_causal": False}, "is_causal: got False, must be absent or true"),
         ("gemma2", {"hidden_activation": "mish"}, "hidden_activation: got 'mish', must be one of silu, "),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0, must be None: nothing else"),
         ("gemma3", {"rope_parameters": {"global": {}}}, "rope_parameters: .* full_attention and sliding_attention"),
@@ -363,6 +364,19 @@ def test_names_without_their_prefix():
         assert list(with_prefix(names, spec)) == list(names)
     assert harmless("h.0.attn.bias", spec_from_hf(tiny.CASES["gpt2"].config, None))
     assert not harmless("transformer.h.0.attn.c_attn.bias", spec_from_hf(tiny.CASES["gpt2"].config, None))
+
+
+def test_other_spellings_of_the_same():
+    mpt, gpt2 = tiny.CASES["mpt"].config, tiny.CASES["gpt2"].config
+    assert spec_from_hf(mpt | {"architectures": ["MPTForCausalLM"]}, None) == spec_from_hf(mpt, None)
+    assert spec_from_hf(gpt2 | {"activation_function": "gelu_fast"}, None) == spec_from_hf(gpt2, None)
+    assert spec_from_hf(gpt2 | {"architectures": ["GPT2Model"]}, None) == spec_from_hf(gpt2, None)
+
+
+def test_the_length_in_the_rope_scaling_wins():
+    """As in transformers 5."""
+    config = tiny.CASES["llama_llama3"].config
+    assert spec_from_hf(config | {"original_max_position_embeddings": 7}, None) == spec_from_hf(config, None)
 
 
 def test_gguf_of_other_families_is_refused():

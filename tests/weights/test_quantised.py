@@ -140,6 +140,7 @@ REFUSED = [
     ({"quant_method": "gptq", "bits": 3, "group_size": 64}, "bits: got 3, must be 4 or 8"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "must be one of gptq, gptq_v2"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm": {}}}, "dynamic: got .* must be absent"),
+    ({"quant_method": "gptq", "bits": 4, "method": "qqq"}, "method: got 'qqq', must be one of gptq"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: got 'gemv', must be gemm"),
     (
         {"quant_method": "fp8", "weight_block_size": [64, 64]},
@@ -152,6 +153,31 @@ REFUSED = [
         r"config_groups.a.targets: got \['Embedding'\], must be Linear",
     ),
 ]
+
+
+AS_WRITTEN = [  # by GPTQModel, by AutoRound in GPTQ's format, by AutoFP8 with scales for a KV cache
+    {"bits": 4, "group_size": 128, "desc_act": False, "sym": True, "pack_dtype": "int32"}
+    | {"method": "gptq", "quant_method": "gptq", "format": "gptq", "checkpoint_format": "gptq"},
+    {"bits": 4, "group_size": 128, "zero_point": True, "pack_dtype": "int32", "lm_head": False, "desc_act": False}
+    | {"method": "awq", "quant_method": "awq", "format": "gemm", "checkpoint_format": "gemm"},
+    {"bits": 4, "group_size": 128, "desc_act": False, "sym": True, "quant_method": "gptq", "data_type": "int"}
+    | {
+        "autoround_version": "0.4.3",
+        "iters": 200,
+        "lr": 0.005,
+        "nsamples": 128,
+        "seqlen": 2048,
+        "true_sequential": False,
+    }
+    | {"enable_minmax_tuning": True, "minmax_lr": 0.005, "enable_quanted_input": True, "scale_dtype": "torch.float16"},
+    {"activation_scheme": "static", "ignored_layers": ["lm_head"], "kv_cache_scheme": "static", "quant_method": "fp8"},
+]
+
+
+@pytest.mark.parametrize("config", AS_WRITTEN)
+def test_configs_as_the_tools_write_them(config):
+    found = layout_of({"quantization_config": config})
+    assert found is not None and found.name == config["quant_method"]
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
