@@ -16,6 +16,7 @@ CONFIG = tiny.CASES[tiny_loras.MODEL].config
 SIZES = {"max_num_seqs": 16, "max_model_len": 64, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 64}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=tiny_loras.GREEDY, ignore_eos=True)
 NAMES = [*tiny_loras.MANY]
+pytestmark = pytest.mark.timeout(900)  # on a busy machine compiling takes minutes
 
 
 @pytest.fixture(scope="module")
