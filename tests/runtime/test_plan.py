@@ -205,6 +205,7 @@ def fake_plan() -> Plan:
         usable=20 * GIB,
         reserve=2 * GIB,
         weights=30 * GIB,
+        adapters=0,
         state=0,
         program_bytes=0,
         room=-12 * GIB,

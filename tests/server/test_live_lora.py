@@ -97,6 +97,11 @@ class Adapters:
         finally:
             connection.close()
 
+    def there(self) -> int:
+        """Requests that the engine has."""
+        numbers = self.server.metrics()
+        return int(numbers["num_requests_running"] + numbers["num_requests_waiting"])
+
     def idle(self) -> None:
         """Waits until no request is left, and nothing that one held."""
         deadline = time.monotonic() + 30
@@ -226,7 +231,8 @@ def test_requests_that_are_there_finish_and_new_ones_are_404(only_first: Adapter
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 30
-    while not any('running_lora_adapters="b",waiting_lora_adapters="b"' in line for line in _lines(live)):
+    waiting = 'running_lora_adapters="b",waiting_lora_adapters="b"'
+    while live.there() < len(threads) or not any(waiting in line for line in _lines(live)):
         assert time.monotonic() < deadline, [line for line in _lines(live) if "lora" in line]
     live.unload("b")
     for reply in (live.ask("b", "x"), live.ask("b", "x", stream=True), live.server.send("GET", "/v1/models/b")):
