@@ -20,8 +20,10 @@ from lmjax.weights.safetensors import Range, TensorInfo, read_tensor
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PER_WORD = 8
-APPLIED = ("bits", "group_size", "zero_point", "version", "modules_to_not_convert", "format", "method")
-APPLIED += ("checkpoint_format", "pack_dtype")
+APPLIED = (
+    *("bits", "group_size", "zero_point", "version", "modules_to_not_convert", "format", "method"),
+    *("checkpoint_format", "pack_dtype"),
+)
 OF_QUANTISER = ("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
 
 
