@@ -79,8 +79,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
-@pytest.mark.parametrize("way", WAYS)
+IN_TURN = [pytest.param(way, False, marks=[] if way == "small pool" else pytest.mark.slow) for way in WAYS]
+
+
+@pytest.mark.parametrize(("way", "overlap"), [*((way, True) for way in WAYS), *IN_TURN])
 def test_same_answers(alone, way, overlap):
     specs, requests, expected = alone
     changes, sizes = WAYS[way]

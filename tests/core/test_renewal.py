@@ -229,7 +229,7 @@ def test_random_changes(groups, policy):
     is read that is older than the request. Preemption, forks, the host tier and shared prefixes included."""
     TOTALS.update(dict.fromkeys(TOTALS, 0))
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(
         seed=st.integers(0, 2**32),
         overlap=st.booleans(),

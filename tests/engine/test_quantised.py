@@ -103,7 +103,7 @@ def test_perplexity_of_weights(kind):
     got = scored(*smollm2(quantization=kind, quantized_weights="packed"))
     print(f"{kind}: perplexity {got:.4f}, numpy {want:.4f}, float32 {exact():.4f} ({got / exact() - 1:+.2%})")
     assert abs(got / want - 1) < 0.005
-    assert got < exact() * {"int8": 1.01, "fp8": 1.05, "int4": 1.35}[kind]
+    assert got < exact() * {"int8": 1.01, "fp8": 1.05, "int4": 1.4}[kind]
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 1, 21])
+@pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.slow), 21])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 16), (4, 4, 20), (4, 1, 8)])
 @pytest.mark.parametrize("name", CASES)
 def test_matches_dense(name, heads, kv_heads, dim, window):

@@ -28,9 +28,9 @@ MOST_KERNELS |= {(MIXTRAL, DECODE): 16, (MIXTRAL, PREFILL): 16}
 CASES = [
     Case(LLAMA, 1, DECODE),
     Case(LLAMA, 1, PREFILL),
-    Case(LLAMA, 2, DECODE),
+    pytest.param(Case(LLAMA, 2, DECODE), marks=pytest.mark.slow),
     Case(LLAMA, 8, DECODE),
-    Case(LLAMA, 8, PREFILL),
+    pytest.param(Case(LLAMA, 8, PREFILL), marks=pytest.mark.slow),
     Case(LARGE, 8, DECODE),
     Case(LARGE, 8, PREFILL),
     Case(MIXTRAL, 8, DECODE),
