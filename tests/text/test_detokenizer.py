@@ -206,7 +206,7 @@ def test_nasty_stops(alpha, stop):
     """Text that always is a prefix of the stop strings: bounded work, all text out."""
     stops = [stop[i:] for i in range(64)]
     text = stop[:-1] * 2
-    start = time.process_time()
+    start = time.thread_time()
     found = run(alpha, alpha.encode(text), stop=[s + "!" for s in stops])
     assert found[0] == text
-    assert time.process_time() - start < 2
+    assert time.thread_time() - start < 4  # of this thread: a worker has others
