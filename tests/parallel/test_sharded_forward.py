@@ -25,14 +25,19 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     "cases",
-    [CASES, FAMILIES, pytest.param(MORE, marks=pytest.mark.slow), pytest.param(OTHERS, marks=pytest.mark.slow)],
+    [
+        CASES,
+        FAMILIES,
+        pytest.param(MORE, marks=pytest.mark.slow),
+        pytest.param(OTHERS, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
     ids=["some", "families", "more", "other families"],
 )
 def test_equals_one_device(cases):
     """In a process of its own: the number of CPU devices is fixed when JAX starts."""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.parallel.sharded_forward", *cases]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     errors = {case: float(error) for case, error in (line.split() for line in done.stdout.splitlines())}
     assert set(errors) == set(cases)
