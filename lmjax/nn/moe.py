@@ -52,8 +52,10 @@ def moe_mlp(
     if target.platform == "cuda":
         # XLA fuses the norm's last product into the router's matrix product and then makes a kernel of it for us, too
         x = lax.optimization_barrier(x)
+        scores = matmul(router, x).T
+    else:  # XLA:CPU has no product of so few rows of bfloat16 with a result in float32
+        scores = matmul(router.astype(jnp.float32), x.astype(jnp.float32)).T
     rows = x.T
-    scores = matmul(router, x).T
     if router_bias is not None:
         scores = scores + router_bias.astype(jnp.float32)[None, :]
     block_rows = default_block_rows(tokens, top_k, router.shape[0], target)

@@ -84,10 +84,10 @@ def grouped_matmul_xla(
             at, zero = j * chunk, jnp.zeros_like(j)
             part = (zero,) * len(lead)
             wc = lax.dynamic_slice(w, (group, *part, at, zero), (1, *lead, chunk, depth))
-            # the weight is the left operand, which is faster on XLA:CPU
+            # the weight is the left operand, which is faster on XLA:CPU; that has no such product of bfloat16
             y = lax.dot_general(
-                wc.reshape(parts * chunk, depth).astype(x.dtype),
-                xb,
+                wc.reshape(parts * chunk, depth).astype(x.dtype).astype(jnp.float32),
+                xb.astype(jnp.float32),
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             ).reshape(parts, chunk, block)

@@ -229,7 +229,7 @@ def test_random_changes(groups, policy):
     is read that is older than the request. Preemption, forks, the host tier and shared prefixes included."""
     TOTALS.update(dict.fromkeys(TOTALS, 0))
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(
         seed=st.integers(0, 2**32),
         overlap=st.booleans(),
@@ -241,7 +241,7 @@ def test_random_changes(groups, policy):
         run_random(GROUPS[groups], seed, overlap, stages, caching, mode, policy)
 
     run()
-    assert TOTALS["changes"] > 100 and TOTALS["preemptions"] > 25 and TOTALS["hits"] > 5, TOTALS
+    assert TOTALS["changes"] > 80 and TOTALS["preemptions"] > 25 and TOTALS["hits"] > 5, TOTALS
     assert (TOTALS["mixed"] == 0) == (policy == "recompute"), TOTALS
     if policy == "keep":
         assert TOTALS["swaps"] > 5, TOTALS

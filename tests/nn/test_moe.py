@@ -66,6 +66,20 @@ def test_values_and_padding(tokens, real, normalise, target):
     assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_on_a_cpu(dtype, tokens):
+    """As XLA:CPU compiles by default: it has no product of some shapes of bfloat16 with a result in float32."""
+    rng = np.random.default_rng(tokens)
+    halves = [jnp.asarray(a, dtype) for a in (*weights(rng, 6, 32, 24), rng.standard_normal((32, tokens)))]
+    got = run(*halves, tokens, top_k=2, normalise=True)
+    want = expected(*(np.asarray(a, np.float32) for a in halves), 2, True, tokens)
+    assert got.dtype == dtype
+    # rounded where h, an expert's result and their sum are written
+    bound = {"bfloat16": 2**-7, "float16": 2**-10}[dtype]
+    assert np.abs(got.astype(np.float32) - want).max() < bound * np.abs(want).max()
+
+
 @pytest.mark.parametrize("target", [CPU, HOPPER], ids=["xla", "triton"])
 def test_shares_of_the_experts_add_up(target):
     rng = np.random.default_rng(5)
