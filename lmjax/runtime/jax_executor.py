@@ -173,7 +173,7 @@ class JaxExecutor:
 
     def has_lost_params(self) -> bool:
         params = self._device.params
-        return params is not None and params.norm.is_deleted()  # one tells: a tree is donated whole
+        return params is not None and params.embed.is_deleted()  # one tells: a tree is donated whole
 
     @property
     def params(self) -> Any:

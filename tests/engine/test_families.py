@@ -13,7 +13,7 @@ from tests import tiny, tiny_families
 from tests.fixtures import write_tokenizer
 
 GOLDENS = np.load(Path(__file__).parent.parent / "goldens" / "families.npz")
-QUICK = ("gemma3",)  # compiling takes the time
+QUICK = ("gemma3", "gpt2")  # compiling takes the time
 
 
 @pytest.mark.parametrize(
