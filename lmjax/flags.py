@@ -89,7 +89,7 @@ PLAN = (
 )
 VERIFY = (
     Option("prompt", str, "the text to run (default: 50 words of prose, numbers and code)"),
-    Option("prompt_token_ids", str, "token ids instead, with spaces or commas between: no tokenizer is needed"),
+    Option("prompt_token_ids", str, "token ids instead, as 1,2,3: no tokenizer is needed"),
     Option("max_error", float, "most relative RMS of any row (default: 0.001 in float32, 0.02 float16, 0.1 bfloat16)"),
     Option("reference", str, "another checkpoint of the same shape to compare with (default: the model itself)"),
     Option("json", bool, "print JSON", False),

@@ -115,7 +115,8 @@ def _token_ids(config: EngineConfig, asked: Asked, resolved: Resolved) -> list[i
     else:
         from lmjax.text.tokenizer import load_tokenizer
 
-        ids = load_tokenizer(config.tokenizer or resolved.source.path).encode(asked.prompt or PROMPT)
+        text = PROMPT if asked.prompt is None else asked.prompt
+        ids = load_tokenizer(config.tokenizer or resolved.source.path).encode(text)
         if asked.prompt is None:
             ids = ids[: resolved.spec.max_len]
     most = min(resolved.spec.max_len, resolved.num_batched)

@@ -156,6 +156,7 @@ def test_nan_is_beyond_any_bound(model, capsys, monkeypatch):
         (["--prompt-token-ids", "1,x"], 2, "--prompt-token-ids: got '1,x', must be integers"),
         (["--prompt-token-ids", "1,100000"], 2, "--prompt-token-ids: has the token id 100000, must be"),
         (["--prompt-token-ids", " "], 2, "--prompt-token-ids: has 0 tokens"),
+        (["--prompt", ""], 2, "--prompt: has 0 tokens"),
         (["--prompt", "a" * 900, "--max-model-len", "16"], 2, "--prompt: has "),
         (["--reference", "/no/model"], 1, "no such file"),
         (["--dtype", "int3"], 2, "--dtype: got 'int3'"),

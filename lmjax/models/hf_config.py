@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 REQUIRED: Any = object()
+# a spec has an object for each of a model's layers, and a checkpoint names for each expert
+COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts")
+MOST = 10_000
 
 
 class HfConfig:
@@ -47,10 +51,14 @@ class HfConfig:
         value = self._typed(name, default, int, "an integer of at least 1")
         if value is not None and value < 1:
             raise self.error(name, value, "an integer of at least 1")
+        if name in COUNTS and value is not None and value > MOST:
+            raise self.error(name, value, f"at most {MOST}")
         return value
 
     def number(self, name: str, default: Any = REQUIRED, low: float | None = None) -> Any:
         value = self._typed(name, default, (int, float), "a number")
+        if value is not None and not _is_finite(value):
+            raise self.error(name, value, "a finite number")  # Python's JSON has NaN and Infinity
         if low is not None and value is not None and value < low:
             raise self.error(name, value, f"at least {low}")
         return value if value is None else float(value)
@@ -70,8 +78,8 @@ class HfConfig:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         value = self._typed(name, REQUIRED, list, "a list of numbers")
-        if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in value):
-            raise self.error(name, value, "a list of numbers")
+        if not all(isinstance(v, int | float) and not isinstance(v, bool) and _is_finite(v) for v in value):
+            raise self.error(name, value, "a list of finite numbers")
         return tuple(float(v) for v in value)
 
     def choice(self, name: str, default: Any, known: dict[str, Any]) -> Any:
@@ -88,3 +96,8 @@ class HfConfig:
         for name in sorted(required):
             if self.values.get(name) is None:
                 raise ValueError(f"{self.prefix}{name}: missing")
+
+
+def _is_finite(value: float) -> bool:
+    """Of a float or an integer of any size."""
+    return abs(value) <= sys.float_info.max

@@ -108,7 +108,7 @@ def _by_name(parts: tuple[TensorPart, ...]) -> Iterator[tuple[str, tuple[TensorP
 
 
 def _check_modules(config: LoraConfig, places: dict[str, _Place], spec: DecoderSpec) -> None:
-    for wanted in config.modules or ():
+    for wanted in () if isinstance(config.modules, str) else config.modules:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in places):
             raise AdapterError(
                 f"{config.path}: target_modules: got {wanted!r}, must be of {', '.join(_ends(places))}"
@@ -135,13 +135,15 @@ def _pairs(path: Path, config: LoraConfig, places: dict[str, _Place], spec: Deco
         raise AdapterError(f"{path}: is missing (files of other formats, such as adapter_model.bin, are not read)")
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in safetensors.read_header(path).items():
-        module, side = _split(name)
-        module = _known(module, places, spec)
+        own, side = _split(name)
+        module = _known(own, places, spec)
         if side is None or module not in places:
             raise AdapterError(
                 f"{path}: tensor {name}: must be lora_A.weight or lora_B.weight of one of the layers' "
                 f"{', '.join(_ends(places))}{_experts_hint(spec)}"
             )
+        if (field := config.leaves_out(own)) is not None:
+            raise AdapterError(f"{path}: tensor {name}: is of a module that {config.path.name} leaves out ({field})")
         if info.stored not in _FLOATS:
             raise AdapterError(f"{path}: tensor {name}: is stored as {info.stored}, must be {', '.join(_FLOATS)}")
         found.setdefault(module, {})[side] = info

@@ -37,20 +37,41 @@ _WHY = {
 }
 
 
+ALL_LINEAR = "all-linear"
+Modules = tuple[str, ...] | str  # ends of names, or a pattern
+
+
 @dataclass(frozen=True)
 class LoraConfig:
-    """``modules``: ends of the names of what it changes, as the file has them; None: it has a pattern of names."""
+    """``modules``, ``excluded``: ends of the names of what it changes and does not, as the file has them, or a pattern
+    of whole names. ``layers``: those that it changes alone, by the number after ``layers_pattern`` in a name."""
 
     path: Path
     rank: int
     alpha: float
     rslora: bool
-    modules: tuple[str, ...] | None
+    modules: Modules
+    excluded: Modules = ()
+    layers: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
     ranks: dict[str, int] = field(default_factory=dict)  # pattern of a module's name -> its own
     alphas: dict[str, float] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
         return int(_of(self.ranks, module, self.rank))
+
+    def leaves_out(self, module: str) -> str | None:
+        """The field by which PEFT would not change a module, of which the file has tensors; None: it would."""
+        if self.excluded and _names(self.excluded, module):
+            return "exclude_modules"
+        if self.modules != ALL_LINEAR and not _names(self.modules, module):
+            return "target_modules"
+        by_pattern = isinstance(self.modules, str) and self.modules != ALL_LINEAR
+        if self.layers is None or by_pattern or module in self.modules:
+            return None
+        found = (re.match(rf".*\.{name}\.(\d+)\.", module) for name in self.layers_pattern or (r"[^.]*",))
+        number = next((int(match[1]) for match in found if match), None)
+        return None if number in self.layers else "layers_to_transform"
 
     def scale_of(self, module: str) -> float:
         """What ``B A x`` is multiplied by."""
@@ -64,6 +85,13 @@ def _of(patterns: dict[str, Any], module: str, default: Any) -> Any:
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
+
+
+def _names(modules: Modules, module: str) -> bool:
+    """As PEFT's ``check_target_module_exists``."""
+    if isinstance(modules, str):
+        return re.fullmatch(modules, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in modules)
 
 
 def read_config(directory: Path) -> LoraConfig:
@@ -96,7 +124,10 @@ def read_config(directory: Path) -> LoraConfig:
         _rank(values.get("r", 8), lambda: wrong("r", "must be an integer of at least 1")),
         _alpha(values.get("lora_alpha", 8), lambda: wrong("lora_alpha", "must be a number")),
         values.get("use_rslora", False),
-        _modules(values.get("target_modules"), wrong),
+        _modules(values, "target_modules", wrong),
+        _modules(values, "exclude_modules", wrong) if values.get("exclude_modules") else (),
+        _layers(values, wrong),
+        _layers_pattern(values, wrong),
         _patterns(values, "rank_pattern", _rank, "integers of at least 1", wrong),
         _patterns(values, "alpha_pattern", _alpha, "numbers", wrong),
     )
@@ -108,6 +139,8 @@ def _one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file() and path.exists():
+        raise AdapterError(f"{path}: is no regular file")  # reading a pipe would wait for ever
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
@@ -137,16 +170,43 @@ def _patterns(values: dict[str, Any], name: str, check: Any, of: str, wrong: Any
         raise wrong(name, f"must be an object with patterns of names and {of}")
     for pattern, value in found.items():
         check(value, partial(wrong, name, f"must have {of}", f"{pattern!r}: {value!r:.200}"))
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise wrong(name, f"which is no regular expression ({error})", repr(pattern)) from None
+        _compiled(pattern, name, wrong)
     return found
 
 
-def _modules(value: Any, wrong: Any) -> tuple[str, ...] | None:
+def _modules(values: dict[str, Any], name: str, wrong: Any) -> Modules:
+    value = values.get(name)
     if isinstance(value, str) and value:
-        return None
-    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
-        raise wrong("target_modules", "must be a list of names of modules, at least one, or a pattern")
+        if value != ALL_LINEAR:
+            _compiled(value, name, wrong)
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+        raise wrong(name, "must be a list of names of modules, at least one, or a pattern")
     return tuple(value)
+
+
+def _layers(values: dict[str, Any], wrong: Any) -> tuple[int, ...] | None:
+    value = values.get("layers_to_transform")
+    if value is None or value == []:
+        return None
+    listed = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in listed):
+        raise wrong("layers_to_transform", "must be the number of a layer, or a list of them")
+    return tuple(listed)
+
+
+def _layers_pattern(values: dict[str, Any], wrong: Any) -> tuple[str, ...]:
+    value = values.get("layers_pattern") or []
+    listed = value if isinstance(value, list) else [value]
+    for one in listed:
+        if not isinstance(one, str):
+            raise wrong("layers_pattern", "must be a name, or a list of names")
+        _compiled(one, "layers_pattern", wrong)
+    return tuple(listed)
+
+
+def _compiled(pattern: str, name: str, wrong: Any) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise wrong(name, f"which is no regular expression ({error})", repr(pattern)) from None

@@ -73,7 +73,10 @@ def _from_modules(directory: Path, modules: Path, default: str) -> Pooling:
         if kind not in MODULES:
             raise WeightError(modules, f"has a module of type {kind!r}; known: {', '.join(MODULES)}")
         if kind == "Pooling":
-            found = replace(found, kind=_mode(directory / str(entry.get("path") or "1_Pooling") / "config.json"))
+            own = (directory / str(entry.get("path") or "1_Pooling")).resolve()
+            if not own.is_relative_to(directory.resolve()):
+                raise WeightError(modules, f"path: got {entry['path']!r}, must be a folder of the model's")
+            found = replace(found, kind=_mode(own / "config.json"))
         elif kind == "Normalize":
             found = replace(found, normalize=True)
     file = directory / "sentence_bert_config.json"

@@ -37,6 +37,8 @@ def write_quantized(
 
     Host memory: one file's tensors. Raises ``WeightError``.
     """
+    if not model.is_dir():
+        raise WeightError(model, "is no directory; what is quantised is one with config.json and .safetensors files")
     source = directory_source(model)
     if layout_of(source.config) is not None:
         raise WeightError(model, "is quantised already")

@@ -120,6 +120,8 @@ def check_not_lfs(path: Path) -> None:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one file by name, after checking that header and data fit the file exactly."""
     try:
+        if not path.is_file() and path.exists():
+            raise WeightError(path, "is no regular file")  # reading a pipe would wait for ever
         size = path.stat().st_size
         with open(path, "rb") as f:
             head = f.read(8)

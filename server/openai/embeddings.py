@@ -73,7 +73,11 @@ def _prepare(body: bytes, client: EngineClient) -> tuple[EmbeddingRequest, Pooli
     except ParameterError as error:
         raise to_api_error(error, {}) from None
     special = asked.add_special_tokens is not False
-    jobs = [make_job(client, prompt, params, "input", add_special_tokens=special) for prompt in prompts]
+    names = [f"input[{i}]" for i in range(len(prompts))] if prompts is asked.input else ["input"]
+    jobs = [
+        make_job(client, prompt, params, name, add_special_tokens=special)
+        for prompt, name in zip(prompts, names, strict=True)
+    ]
     return asked, params, jobs
 
 

@@ -116,8 +116,13 @@ def _prepare_score(body: bytes, client: EngineClient) -> _Work:
     check_count(second_name, len(seconds))
     if len(firsts) not in (1, len(seconds)):
         raise bad_request(first_name, f"got {len(firsts)} texts for {len(seconds)}, must be one or as many")
-    firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-    return _work(client, asked, list(zip(firsts, seconds, strict=True)), second_name, seconds)
+    fields = _places(first_name, first), _places(second_name, second)
+    return _work(client, asked, firsts, seconds, fields)
+
+
+def _places(field: str, texts: str | list[str]) -> list[str]:
+    """What errors call each of the texts."""
+    return [field] if isinstance(texts, str) else [f"{field}[{i}]" for i in range(len(texts))]
 
 
 def _one_of(asked: ScoreRequest, *names: str) -> tuple[str, Any]:
@@ -140,23 +145,34 @@ def _prepare_rerank(body: bytes, client: EngineClient) -> _Work:
         raise bad_request("top_n", f"got {asked.top_n}, must be an integer of at least 0 (0: all)")
     documents = [document if isinstance(document, str) else document.text for document in asked.documents]
     check_count("documents", len(documents))
-    return _work(client, asked, [(asked.query, text) for text in documents], "documents", documents)
+    return _work(client, asked, [asked.query], documents, (["query"], _places("documents", documents)))
 
 
 def _work(
-    client: EngineClient, asked: PoolingRequest, pairs: list[tuple[str, str]], field: str, documents: list[str]
+    client: EngineClient,
+    asked: PoolingRequest,
+    firsts: list[str],
+    seconds: list[str],
+    fields: tuple[list[str], list[str]],
 ) -> _Work:
+    """firsts: one for all of the seconds, or as many. fields: what errors call each of both."""
+    times = len(seconds) // len(firsts)
+    pairs = list(zip(firsts * times, seconds, strict=True))
     try:
         params = pooling_params(asked)
     except ParameterError as error:
         raise to_api_error(error, {}) from None
     pooling = client.info.pooling
     if pooling is not None and pooling.task == "score":
-        jobs = [make_job(client, first, params, field, second) for first, second in pairs]
-        return _Work(asked, params, jobs, [(i,) for i in range(len(jobs))], documents)
+        jobs = [
+            make_job(client, first, params, field, second)
+            for (first, second), field in zip(pairs, fields[1], strict=True)
+        ]
+        return _Work(asked, params, jobs, [(i,) for i in range(len(jobs))], seconds)
     check_task(client, "embed")
     if asked.use_activation is not None:
         raise bad_request("use_activation", "is for cross-encoders; a cosine does not depend on it", code="unsupported")
-    texts = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-    jobs = [make_job(client, text, params, field) for text in texts]
-    return _Work(asked, params, jobs, [(texts[first], texts[second]) for first, second in pairs], documents)
+    names = dict(zip(reversed([*firsts, *seconds]), reversed([*fields[0], *fields[1]]), strict=True))  # the first wins
+    texts = {text: i for i, text in enumerate(dict.fromkeys([*firsts, *seconds]))}
+    jobs = [make_job(client, text, params, names[text]) for text in texts]
+    return _Work(asked, params, jobs, [(texts[first], texts[second]) for first, second in pairs], seconds)

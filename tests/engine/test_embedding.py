@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from lmjax import LLM, SamplingParams
 from lmjax.config import ConfigError
 from lmjax.types import ParameterError, PoolingParams
+from lmjax.weights.errors import WeightError
 from tests.engine.small import CONTEXT, SIZES, plain_hidden, small_llm
 from tests.fixtures import model_dir
 
@@ -97,6 +99,14 @@ def test_sentence_transformers_files_are_followed(tmp_path):
         for call in (lambda: llm.generate("a"), lambda: llm.logprobs([1, 2])):
             with pytest.raises(ParameterError, match=r"^model: .* gives embeddings or scores and no answers"):
                 call()
+
+
+def test_modules_are_folders_of_the_model(tmp_path):
+    path = write_model(tmp_path / "model", {"pooling_mode_mean_tokens": True})
+    modules = Path(path) / "modules.json"
+    modules.write_text(modules.read_text().replace("1_Pooling", "../1_Pooling"))
+    with pytest.raises(WeightError, match=r"modules.json: path: got '../1_Pooling', must be a folder of the model's"):
+        LLM(path)
 
 
 def test_a_decoder_without_its_head(tmp_path):

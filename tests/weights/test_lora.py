@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -171,12 +173,36 @@ SETTINGS = {
     "alpha pattern": ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern: got 'q_proj': 'x', must have numbers"),
     "no pattern": ({"alpha_pattern": {"(": 1}}, "alpha_pattern: got '(', which is no regular expression"),
     "no modules": ({"target_modules": []}, "target_modules: got [], must be a list of names"),
+    "pattern of modules": ({"target_modules": "("}, "target_modules: got '(', which is no regular expression"),
+    "tensors of a module that is no target": ({"target_modules": ["q_proj"]}, "leaves out (target_modules)"),
+    "of one that the pattern misses": ({"target_modules": r".*layers\.0\..*"}, "leaves out (target_modules)"),
+    "of one that is excluded": ({"exclude_modules": ["down_proj"]}, "leaves out (exclude_modules)"),
+    "of another layer": ({"layers_to_transform": [1]}, "leaves out (layers_to_transform)"),
+    "of a layer by another name": (
+        {"layers_to_transform": [0, 1, 2], "layers_pattern": "h"},
+        "leaves out (layers_to_transform)",
+    ),
+    "no layer": ({"layers_to_transform": "all"}, "layers_to_transform: got 'all', must be the number of a layer"),
     "unknown module": (
         {"target_modules": ["q_proj", "lm_head"]},
         "target_modules: got 'lm_head', must be of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
     ),
     "another rank than the tensors'": ({"r": 6}, "has shape [5, 40], must be [6, 40] (r 6, and the model's"),
 }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(q|down)_proj"},
+        {"exclude_modules": r"model\.layers\.\d+\.mlp\.up_proj"},
+        {"layers_to_transform": [0, 1, 2], "layers_pattern": "layers"},
+        {"layers_to_transform": [0, 1, 2], "layers_pattern": ["blocks", "layers"]},
+    ],
+)
+def test_other_ways_to_say_which_modules(changes, tmp_path):
+    jax.tree.map(np.testing.assert_array_equal, read(edited(tmp_path, changes)).tree, read(edited(tmp_path)).tree)
 
 
 @pytest.mark.parametrize("case", SETTINGS)
@@ -254,6 +280,14 @@ def test_files_that_are_not_there(tmp_path):
     assert "adapter_model.safetensors: is missing" in refused(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"abc")
     assert "adapter_model.safetensors: has 3 bytes" in refused(tmp_path)
+
+
+def test_pipes_are_not_waited_for(tmp_path):
+    tiny_loras.write(NAME, tmp_path)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        assert f"{name}: is no regular file" in refused(tmp_path)
 
 
 def test_an_adapter_of_another_model(tmp_path):
