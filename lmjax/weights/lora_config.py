@@ -69,7 +69,8 @@ class LoraConfig:
         by_pattern = isinstance(self.modules, str) and self.modules != ALL_LINEAR
         if self.layers is None or by_pattern or module in self.modules:
             return None
-        found = (re.match(rf".*\.{name}\.(\d+)\.", module) for name in self.layers_pattern or (r"[^.]*",))
+        patterns = [rf"(?:.*?\.)?{name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
+        found = (re.match(rf"{pattern}\.(\d+)\.", module) for pattern in patterns)
         number = next((int(match[1]) for match in found if match), None)
         return None if number in self.layers else "layers_to_transform"
 
