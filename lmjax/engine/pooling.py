@@ -34,8 +34,10 @@ class PoolSink:
         self._sum = values if self._sum is None or found.first == self._first else self._sum + values
 
     def values(self) -> np.ndarray:
-        """float32 [D] or [dimensions]: the embedding; [1]: the score."""
+        """float32 [D] or [dimensions]: the embedding; [1]: the score. Raises ``RuntimeError`` for what is no number."""
         assert self._sum is not None, "nothing came"
+        if not np.isfinite(self._sum).all():
+            raise RuntimeError("the model's result is not finite: its weights, or an adapter's, overflow")
         activate = self._info.normalize if self._params.use_activation is None else self._params.use_activation
         if self._info.task == "score":
             values = self._sum.astype(np.float64)

@@ -101,6 +101,18 @@ def test_sentence_transformers_files_are_followed(tmp_path):
                 call()
 
 
+def test_what_is_no_number_is_no_embedding():
+    llm = small_llm()
+    good = llm.params
+    llm.set_params(good.replace(norm=good.norm * np.float32(np.nan)))
+    try:
+        with pytest.raises(RuntimeError, match="the model's result is not finite"):
+            llm.embed("a", use_tqdm=False)
+    finally:
+        llm.set_params(good)
+    assert np.isfinite(embeddings(llm, ["a"])).all()
+
+
 def test_modules_are_folders_of_the_model(tmp_path):
     path = write_model(tmp_path / "model", {"pooling_mode_mean_tokens": True})
     modules = Path(path) / "modules.json"
