@@ -61,7 +61,8 @@ def test_the_table(model, capsys):
     assert "(100.0%)" in lines[-2]
 
 
-@pytest.mark.parametrize("case", ["mistral_window", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mistral_window", "qwen2_moe"])
 def test_other_layers(case, tmp_path, capsys):
     """Windows, experts, two KV groups: each layer runs alone in a pool of its own."""
     path = tiny.write(case, tmp_path)

@@ -20,8 +20,10 @@ PYTHON = [block for block in ALL if block.language == "python"]
 
 
 def is_slow(block: Block) -> bool:
-    """Those that load the embedded model are left to ``make test-all``: it takes 10 to 20 seconds."""
-    return '"smollm2"' in block.text and 'load_format="dummy"' not in block.text
+    """Left to ``make test-all``: those that load the embedded model (10 to 20 seconds each), and those that run a whole
+    example (up to a minute; tests/examples runs them, too)."""
+    loads = '"smollm2"' in block.text and 'load_format="dummy"' not in block.text
+    return loads or "from examples import" in block.text
 
 
 @functools.cache

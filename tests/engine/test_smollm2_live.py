@@ -1,4 +1,5 @@
-"""The embedded model: new weights under 32 running requests, what a change costs, and what sleep gives back."""
+"""The embedded model's shapes, six of its layers or all: new weights under 32 running requests, what a change costs, and
+what sleep gives back."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [f"Number {i} is" for i in range(32)]
 
 
-@pytest.fixture(scope="module")
-def llm():
-    settings = {"max_model_len": 128, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+@pytest.fixture(scope="module", params=[6, pytest.param(30, marks=pytest.mark.slow)])
+def llm(request):
+    settings = {"max_model_len": 128, "max_num_seqs": 32, "max_num_batched_tokens": 64, "load_format": "dummy"}
+    settings |= {"hf_overrides": {"num_hidden_layers": 6}} if request.param < 30 else {"load_format": "auto"}
     with LLM("smollm2", num_gpu_blocks_override=500, **settings) as made:
         yield made
 

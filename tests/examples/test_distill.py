@@ -49,6 +49,7 @@ def test_the_student_comes_near_and_nothing_is_copied(monkeypatch):
     assert result.tokens_per_second > 0
 
 
+@pytest.mark.slow
 def test_what_the_teacher_thinks_of_other_answers_does_not_help(monkeypatch):
     real, rng = distill.trainer, np.random.default_rng(0)
 

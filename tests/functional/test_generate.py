@@ -82,7 +82,7 @@ def test_stop_ids_end_rows_and_the_loop():
     assert found.lengths[1] <= 5
 
 
-@pytest.mark.parametrize("name", ["qwen3_window", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_window", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_prefill_decode_and_sample_are_the_loops_parts(name):
     """In chunks and by hand, with windows and experts, greedy; the log-probabilities are those of ``logprobs``."""
     spec = functional.spec_from_hf(tiny.CASES[name].config, None)

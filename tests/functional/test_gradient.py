@@ -13,6 +13,7 @@ from tests import tiny
 from tests.functional import plain
 from tests.models.driver import COMPILER_OPTIONS, params_from
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 compiled = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 LENGTH = 45  # more than a window, and no multiple of a block
 
@@ -36,7 +37,7 @@ def assert_close(found, wanted, most=1e-5):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_tied_gqa3", "llama_mha_bias", "qwen2_window", "qwen3_window", "mixtral", "qwen2_moe"]
+    "name", ["llama_tied_gqa3", "qwen3_window", "qwen2_moe", *map(slow, ("llama_mha_bias", "qwen2_window", "mixtral"))]
 )
 def test_values_and_gradients_equal_plain_flax(name):
     spec, params, tokens, weights = arguments(name)

@@ -13,6 +13,7 @@ from pallas_kernels.kv_write import choose as choose_write
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import choose, paged_attention
 from pallas_kernels.platform import Target
+from tests.pairs import all_pairs, every, name
 
 
 def dense_attention(q, keys, values, positions, scale, window):
@@ -73,11 +74,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.slow), 21])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 16), (4, 4, 20), (4, 1, 8)])
-@pytest.mark.parametrize("name", CASES)
-def test_matches_dense(name, heads, kv_heads, dim, window):
-    check(name, heads, kv_heads, dim, window)
+HEADS = [(9, 3, 16), (4, 4, 20), (4, 1, 8)]
+QUICK = all_pairs(name=list(CASES), heads=HEADS, window=[None, 21])
+SLOW = [case for case in every(name=list(CASES), heads=HEADS, window=[None, 1, 21]) if case not in QUICK]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=name)
+def test_matches_dense(case):
+    check(case["name"], *case["heads"], case["window"])
 
 
 @pytest.mark.parametrize("name", ["mixed", "small prefill"])

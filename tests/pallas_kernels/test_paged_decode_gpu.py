@@ -53,7 +53,9 @@ def compiled(card, cases, backend="auto", options=PLAIN):
 
 
 @deviceless.skip
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(t, marks=pytest.mark.slow if t in ("float16", "float32") else ()) for t in DTYPES]
+)
 @pytest.mark.parametrize("card", ["a100-80", "b200"])
 def test_compiles_for_the_other_cards_or_is_refused(card, dtype):
     forms = ((80, 1), (128, 3), (256, 8)) if dtype != "float32" else ((128, 3),)  # its products compile slowly

@@ -90,7 +90,7 @@ def check_prefill(dtype, form, card, features):
 
 
 @deviceless.skip_ptxas
-@pytest.mark.parametrize("case", all_pairs(**AXES), ids=name)
+@pytest.mark.parametrize("case", all_pairs(**AXES | {"dtype": ("bfloat16", "int8", "float8_e4m3fn")}), ids=name)
 def test_prefill_does_not_spill(case):
     check_prefill(**case)
 

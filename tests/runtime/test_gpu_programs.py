@@ -3,6 +3,7 @@ further layer is the same again (``scripts/gpu_programs.py`` compiles the whole 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -28,17 +29,20 @@ MOST_KERNELS |= {(MIXTRAL, DECODE): 16, (MIXTRAL, PREFILL): 16}
 CASES = [
     Case(LLAMA, 1, DECODE),
     Case(LLAMA, 1, PREFILL),
-    pytest.param(Case(LLAMA, 2, DECODE), marks=pytest.mark.slow),
-    Case(LLAMA, 8, DECODE),
-    pytest.param(Case(LLAMA, 8, PREFILL), marks=pytest.mark.slow),
     Case(LARGE, 8, DECODE),
-    Case(LARGE, 8, PREFILL),
-    Case(MIXTRAL, 8, DECODE),
     Case(MIXTRAL, 8, PREFILL),
 ]
+MORE = [
+    Case(LLAMA, 2, DECODE),
+    Case(LLAMA, 8, DECODE),
+    Case(LLAMA, 8, PREFILL),
+    Case(LARGE, 8, PREFILL),
+    Case(MIXTRAL, 8, DECODE),
+]
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *map(slow, MORE)], ids=str)
 def test_program(case):
     found = read(case)
     assert found.alias_bytes >= found.pool_bytes, "the pool is not updated in place"
@@ -51,7 +55,7 @@ def test_program(case):
         assert (found.num_command_buffers, found.num_host_launches) == (1, 1), "more than one CUDA graph"
 
 
-@pytest.mark.parametrize("tokens", [DECODE, PREFILL // 2])
+@pytest.mark.parametrize("tokens", [DECODE, slow(PREFILL // 2)])
 def test_tick_of_a_pipeline(tokens):
     """TP 4 x PP 2: beside the layers' only the embedding, the last hidden states and what moves on travel."""
     found = read(Case(LARGE, 4, tokens, layers=8, pp=2))
@@ -61,7 +65,7 @@ def test_tick_of_a_pipeline(tokens):
 
 
 @pytest.mark.parametrize(
-    "case", [Case(LARGE, 8, DECODE), Case(LARGE, 4, DECODE, pp=2), Case(MIXTRAL, 8, DECODE)], ids=str
+    "case", [slow(Case(LARGE, 8, DECODE)), Case(LARGE, 4, DECODE, pp=2), Case(MIXTRAL, 8, DECODE)], ids=str
 )
 def test_parameters_and_sampling(case):
     """A device has its share of the parameters; sampling gathers no vocabulary, and has no condition and no loop."""
@@ -81,7 +85,7 @@ def test_parameters_and_sampling(case):
             assert [c.kind for c in found.collectives] == ["all-gather"]
 
 
-@pytest.mark.parametrize(("rows", "level", "most"), [(8, FILTERED, 90), (DECODE, FULL, 115)])
+@pytest.mark.parametrize(("rows", "level", "most"), [slow(8, FILTERED, 90), (DECODE, FULL, 115)])
 def test_sampling_on_one_card(rows, level, most):
     """One CUDA graph, whatever the rows ask for. Of the kernels 64 are the 8 passes of each filter's search."""
     config = json.loads((CONFIGS / f"{LLAMA}.json").read_text()) | {"num_hidden_layers": 2}
@@ -94,7 +98,7 @@ def test_sampling_on_one_card(rows, level, most):
     assert re.findall(r"^\d+: (k\w+)", done.thunks, flags=re.MULTILINE) == ["kCommandBuffer"]
 
 
-@pytest.mark.parametrize("tokens", [DECODE, PREFILL])
+@pytest.mark.parametrize("tokens", [DECODE, slow(PREFILL)])
 def test_kernels_of_a_layer_by_difference(tokens):
     """Two more layers launch twice what one layer is counted to launch."""
     two, four = read(Case(LLAMA, 1, tokens, layers=2)), read(Case(LLAMA, 1, tokens))

@@ -164,7 +164,7 @@ def check_arithmetic(plan: Plan, where: Deployment) -> None:
 
 
 @deviceless.skip
-@pytest.mark.parametrize(("length", "devices"), [(4096, 2), (131_072, 4)])
+@pytest.mark.parametrize(("length", "devices"), [(4096, 2), pytest.param(131_072, 4, marks=pytest.mark.slow)])
 def test_70b_is_refused_on_one_h100_and_the_smallest_mesh_named(length, devices, request):
     if devices == 4:  # gigabytes are left: the sampler's half of one decides nothing
         request.getfixturevalue("no_sampler")
