@@ -1,5 +1,5 @@
-"""The embedded model's shapes, six of its layers or all: new weights under 32 running requests, what a change costs, and
-what sleep gives back."""
+"""Six of the embedded model's layers, or all: new weights under 32 running requests, what a change costs, and what
+sleep gives back."""
 
 from __future__ import annotations
 

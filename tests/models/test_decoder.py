@@ -53,7 +53,16 @@ def test_frequencies(name):
     assert rope.attention_factor == pytest.approx(float(GOLDENS[f"{name}/attention_factor"]), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", tiny.CASES)
+# frequencies alone (test_frequencies), or what another case has, too
+SLOW = {
+    *("llama_new_style", "llama_linear", "llama_dynamic_below", "llama_dynamic_above", "llama_llama3_new_style"),
+    *("llama_yarn_mscale", "llama_longrope_below", "llama_gelu_tanh", "mistral_no_window", "qwen3_bias"),
+    *("mixtral_window", "qwen2_moe_step", "qwen2_moe_window", "qwen3_moe_window", "falcon_one_norm"),
+}
+ALL = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in tiny.CASES]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_one_chunk(name):
     prompts = tiny.prompts(name)
     out = make_driver(name).step(dict(enumerate(prompts)))
@@ -61,7 +70,7 @@ def test_one_chunk(name):
         assert error(name, i, out[i]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", tiny.CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_chunks_beside_decode(name):
     """The first prompt comes in uneven chunks while another sequence, started earlier, decodes one token a step."""
     prompts = tiny.prompts(name)
@@ -87,7 +96,7 @@ def test_chunks_beside_decode(name):
 WINDOWED = [name for name in tiny.CASES if any(x.attention.window for x in spec_of(name).layers)]
 
 
-QUICK = [*(name for name in WINDOWED if name not in tiny_families.FAMILIES), "gemma3", "olmo3", "gpt_oss"]
+QUICK = [*(n for n in WINDOWED if n not in {*tiny_families.FAMILIES, *SLOW}), "gemma3", "olmo3", "gpt_oss"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WINDOWED])

@@ -108,7 +108,7 @@ def routed(experts, tokens, top_k):
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (16, 2), (64, 2), (512, 8)])
-@pytest.mark.parametrize("experts", [8, 64, 256])
+@pytest.mark.parametrize("experts", [8, pytest.param(64, marks=pytest.mark.slow), 256])
 def test_blocks_follow_tokens(tokens, top_k, experts):
     """The loop runs over the blocks that are used: as many as the choices fill, and one a group begun at most."""
     groups = routed(experts, tokens, top_k)
