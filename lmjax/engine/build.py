@@ -74,10 +74,11 @@ def load_front(config: EngineConfig, given: Given = NOTHING, tokenizer: Any = No
     else:
         tokenizer = load_tokenizer(config.tokenizer or source.path, chat_template=config.chat_template)
     check_vocabulary(tokenizer, source.config.get("vocab_size"), source.config_file)
-    ends = list(eos_token_ids(source.config, source.generation_config))
+    ends = list(eos_token_ids(source.config, source.generation_config, source.path))
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
-    defaults = sampling_defaults(source.generation_config) if config.generation_config == "auto" else {}
+    auto = config.generation_config == "auto"
+    defaults = sampling_defaults(source.generation_config, source.path) if auto else {}
     model_type = str(source.config.get("model_type", "unknown"))
     model = str(source.path) if given.source else config.model
     return Front(model, model_type, tokenizer, tuple(dict.fromkeys(ends)), defaults, read_pooling(source, config))

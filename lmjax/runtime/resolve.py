@@ -228,12 +228,20 @@ def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
         raise WeightError(source.config_file, str(error)) from error
 
 
+FLOATS = ("bfloat16", "float16", "float32")
+
+
 def resolve_dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:
     if config.dtype != "auto":
         return config.dtype
     if platform == "cpu":
         return "float32"  # a CPU converts narrower weights again on every call
-    return dtype_from_hf(source.config) or "bfloat16"
+    dtype = dtype_from_hf(source.config) or "bfloat16"
+    if dtype not in FLOATS:
+        raise WeightError(
+            source.config_file, f"dtype: got {dtype!r}, must be one of {', '.join(FLOATS)}; or give --dtype"
+        )
+    return dtype
 
 
 def _token_budget(config: EngineConfig, spec: DecoderSpec, platform: str, env: Env) -> int:

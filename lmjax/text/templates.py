@@ -144,14 +144,16 @@ def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
 
 
 def read_template(value: str) -> str:
-    """A template given by the operator: the path of a jinja file, or the template itself."""
+    """A template given by the operator: the path of a jinja file, or the template itself. Raises ``TokenizerError``."""
+    name = "the chat template"
     if not any(mark in value for mark in ("{", "\n")):
+        name = f"the chat template {value!r}"
         try:
-            return Path(value).read_text(encoding="utf-8")
+            value = Path(value).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"the chat template {value!r} cannot be read: {error}") from None
+            raise TokenizerError(f"{name} cannot be read: {error}") from None
     try:
         compile_template(value)
     except jinja2.TemplateSyntaxError as error:
-        raise TokenizerError(f"the chat template is not valid jinja: line {error.lineno}: {error.message}") from None
+        raise TokenizerError(f"{name} is not valid jinja: line {error.lineno}: {error.message}") from None
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 from lmjax.types import ParameterError, SamplingParams
@@ -19,10 +20,10 @@ NAMES = {
 INTEGERS = ("top_k", "max_new_tokens")
 
 
-def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
+def sampling_defaults(generation_config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
     """``SamplingParams`` fields that the model's authors set; a request's own fields win over them.
 
-    Raises ``WeightError`` for a value that no request could have.
+    Raises ``WeightError`` for a value that no request could have. folder: where the file is, for the message.
     """
     found: dict[str, Any] = {}
     for key, name in NAMES.items():
@@ -34,19 +35,22 @@ def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
         try:
             SamplingParams(**cast(Any, {name: value}))
         except ParameterError as error:
-            raise WeightError("generation_config.json", str(error)) from error
+            raise WeightError(folder / "generation_config.json", str(error)) from error
         found[name] = value
     return found
 
 
-def eos_token_ids(config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that end a reply, each once; ``generation_config`` wins over ``config``, as in vLLM and transformers."""
+def eos_token_ids(config: dict[str, Any], generation_config: dict[str, Any], folder: Path = Path()) -> tuple[int, ...]:
+    """The ids that end a reply, each once; ``generation_config`` wins over ``config``, as in vLLM and transformers.
+
+    Raises ``WeightError``. folder: where the files are, for the message.
+    """
     for source, file in ((generation_config, "generation_config.json"), (config, "config.json")):
         value = source.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise WeightError(file, f"eos_token_id: got {value!r}, must be a token id or a list of them")
+            raise WeightError(folder / file, f"eos_token_id: got {value!r}, must be a token id or a list of them")
         return tuple(dict.fromkeys(ids))
     return ()

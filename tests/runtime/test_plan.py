@@ -23,7 +23,8 @@ from lmjax.runtime.plan_layers import cut
 from lmjax.runtime.plan_report import to_json, to_text
 from lmjax.runtime.platform import no_compilation_cache
 from lmjax.runtime.programs import APPLY_PATCHES, COPY_BLOCKS, Shapes, all_programs, forward_program
-from lmjax.runtime.resolve import ProgramMemory, model_source, step_bytes
+from lmjax.runtime.resolve import ProgramMemory, model_source, resolve_dtype, step_bytes
+from lmjax.weights.errors import WeightError
 from tests import deviceless
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -289,6 +290,15 @@ def test_settings_of_plan_and_compile_are_checked(tmp_path):
         planning.compile(config.replace(bundle="x", tensor_parallel_size=2), "cpu", None)
     with pytest.raises(ConfigError, match="--tensor-parallel-size: got 0"):
         config.replace(tensor_parallel_size=0).validate()
+
+
+def test_a_checkpoints_type_that_is_none_is_refused_where_it_would_be_used(tmp_path):
+    config = EngineConfig(model=str(write(tmp_path, SMALL | {"torch_dtype": "torch.float8_e4m3fn"})))
+    source = model_source(config)
+    with pytest.raises(WeightError, match=r"config\.json: dtype: got 'float8_e4m3fn', must be one of .*--dtype"):
+        resolve_dtype(config, source, "gpu")
+    assert resolve_dtype(config.replace(dtype="float16"), source, "gpu") == "float16"
+    assert resolve_dtype(config, source, "cpu") == "float32"
 
 
 def test_without_the_plugin_the_command_that_installs_it_is_told(monkeypatch, tmp_path):

@@ -327,7 +327,8 @@ def test_where_templates_come_from(tmp_path):
 def test_no_template(tmp_path):
     with pytest.raises(ParameterError, match="--chat-template"):
         prompt(named_templates(tmp_path), [user("x")])
-    for wrong in ("{% if %}", "missing.jinja"):
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    for wrong in ("{% if %}", "missing.jinja", str(tmp_path / "broken.jinja")):
         with pytest.raises(TokenizerError, match="chat template"):
             read_template(wrong)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lmjax.types import SamplingParams
@@ -68,5 +70,5 @@ def test_eos(config, generation, want):
 
 @pytest.mark.parametrize("value", ["</s>", [1, "2"], -1, True, 1.5])
 def test_wrong_eos(value):
-    with pytest.raises(WeightError, match="eos_token_id"):
-        eos_token_ids({"eos_token_id": value}, {})
+    with pytest.raises(WeightError, match=r"^/some/model/config\.json: eos_token_id"):
+        eos_token_ids({"eos_token_id": value}, {}, Path("/some/model"))
