@@ -28,10 +28,9 @@ from lmjax.core.request import NewRequest
 from lmjax.core.scheduler import Scheduler
 from lmjax.types import KVSpec, SamplingParams
 from tests.fake_adapters import MARK, FakeAdapters
+from tests.fake_hash import draw, hash_of
 from tests.fake_live import FakeLive
 from tests.fake_pooling import pooled_rows
-
-_A, _B, _C = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
 
 
 def full_spec(layers: tuple[int, ...] = (0,)) -> KVSpec:
@@ -77,36 +76,6 @@ def fake_info(
 def host_info(num_blocks: tuple[int, ...], transfer: float = 1e-6) -> HostTierInfo:
     """``transfer``: seconds of one, there or back; a token takes 1 ms."""
     return HostTierInfo(num_blocks, 4, transfer, transfer, 0.01, 1e-3, 1e-6)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(31))) * _B
-    x = (x ^ (x >> np.uint64(29))) * _C
-    return x ^ (x >> np.uint64(32))
-
-
-def _hash(tokens: np.ndarray, positions: np.ndarray, weights: np.ndarray | int = 0) -> int:
-    """Of a set of (token, position, version of the weights that computed it)."""
-    pairs = tokens.astype(np.uint64) * _A + positions.astype(np.uint64) * _C + np.uint64(1)
-    pairs += np.atleast_1d(weights).astype(np.uint64) * _B
-    return int(_mix(pairs).sum(dtype=np.uint64))
-
-
-def hash_of_context(tokens: np.ndarray, first: int, weights: np.ndarray | int, group: int = 0) -> int:
-    """What a row sees in a group: ``tokens`` at positions from ``first`` on, computed by ``weights``."""
-    positions = np.arange(first, first + len(tokens))
-    return _draw(_hash(np.asarray(tokens) + 1, positions + 8, weights), group)
-
-
-def _draw(*words: int) -> int:
-    """``_mix`` of one word after the other, in Python's integers: numpy takes ten times as long for a single one."""
-    a, b, c, state = int(_A), int(_B), int(_C), 0
-    for word in words:
-        state = (state + word * a + 7) % 2**64
-        state = (state ^ (state >> 31)) * b % 2**64
-        state = (state ^ (state >> 29)) * c % 2**64
-        state ^= state >> 32
-    return state
 
 
 @dataclass(slots=True)
@@ -288,7 +257,7 @@ class FakeExecutor(FakeLive, FakeAdapters):
                 blocks, offsets = self._places(group, slot, start, end)
                 pool[blocks, offsets, 1] = -7  # the KV that it writes is wrong, too
             last = 0 if spec.window is None else max(0, end - spec.window) - first
-            state ^= _draw(_hash(seen[last:, 0] + 1, seen[last:, 1] + 8, seen[last:, 2]), group)
+            state ^= draw(hash_of(seen[last:, 0] + 1, seen[last:, 1] + 8, seen[last:, 2]), group)
         return state
 
     def _sample(self, plan: StepPlan, hashes: list[int]) -> StepResult:
@@ -315,7 +284,7 @@ class FakeExecutor(FakeLive, FakeAdapters):
     def _next_token(self, load: SlotLoad, state: int, position: int) -> int:
         params = load.params
         if params.temperature > 0:
-            state = _draw(state, load.seed, load.sample_index, position)
+            state = draw(state, load.seed, load.sample_index, position)
         token = state % self.info.vocab_size
         if position - load.num_prompt_tokens < params.min_tokens:
             while token in load.stop_ids:
@@ -334,7 +303,7 @@ class FakeExecutor(FakeLive, FakeAdapters):
             if len(wanted):
                 ids, positions = targets[wanted], start + wanted + 1
                 assert (np.diff(positions) == 1).all(), "targets with a gap"
-                values = np.array([_hash(ids[i : i + 1], positions[i : i + 1]) % 1000 for i in range(len(ids))])
+                values = np.array([hash_of(ids[i : i + 1], positions[i : i + 1]) % 1000 for i in range(len(ids))])
                 top = (ids[:, None] + np.arange(k)) % self.info.vocab_size
                 likely = np.tile((-values / 100)[:, None], (1, k))
                 rows = pack_rows(TokenColumns(ids, -values / 100, values % 5 + 1, top, likely))

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lmjax.config import SchedulerConfig
 from lmjax.core.block_hash import root_digest
+from tests.fake_hash import hash_of_context
 from tests.fake_pipeline import FakePipeline
-from tests.fakes import Driver, FakeExecutor, fake_info, full_spec, hash_of_context, host_info, request, window_spec
+from tests.fakes import Driver, FakeExecutor, fake_info, full_spec, host_info, request, window_spec
 
 GROUPS = {"full": (full_spec(),), "full+window": (full_spec(), window_spec(12)), "window": (window_spec(12, (0,)),)}
 VOCAB = 1000
