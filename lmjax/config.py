@@ -14,7 +14,8 @@ class ConfigError(ValueError):
     """A setting is wrong; one line that names the flag, the value and what is allowed."""
 
 
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
+FLOATS = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", *FLOATS, "int8", "fp8")
 QUANTIZATIONS = ("int8", "fp8", "int4")
 RUNNERS = ("auto", "generate", "pooling")
 POOLINGS = ("last", "mean", "cls")
@@ -40,9 +41,7 @@ class EngineConfig:
     revision: str | None = _opt(None, "revision of a hub model: branch, tag or commit")
     download_dir: str | None = _opt(None, "where hub models are kept (default: the hub's own cache)")
     load_format: str = _opt("auto", "how weights are read", ("auto", "safetensors", "gguf", "dummy"))
-    dtype: str = _opt(
-        "auto", "weights' and activations' type; auto: float32 on a CPU", ("auto", "float32", "bfloat16", "float16")
-    )
+    dtype: str = _opt("auto", "weights' and activations' type; auto: float32 on a CPU", ("auto", *FLOATS))
     quantization: str | None = _opt(
         None, "quantise the layers' matrices while loading (a quantised checkpoint needs no flag)", QUANTIZATIONS
     )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmjax.config import ConfigError, EngineConfig
+from lmjax.config import FLOATS, ConfigError, EngineConfig
 from lmjax.models import decoder
 from lmjax.models.registry import dtype_from_hf, spec_from_hf
 from lmjax.models.spec import DecoderSpec, MoeSpec
@@ -228,9 +228,6 @@ def make_spec(source: ModelSource, max_model_len: int | None) -> DecoderSpec:
         raise WeightError(source.config_file, str(error)) from error
 
 
-FLOATS = ("bfloat16", "float16", "float32")
-
-
 def resolve_dtype(config: EngineConfig, source: ModelSource, platform: str) -> str:
     if config.dtype != "auto":
         return config.dtype
@@ -238,9 +235,9 @@ def resolve_dtype(config: EngineConfig, source: ModelSource, platform: str) -> s
         return "float32"  # a CPU converts narrower weights again on every call
     dtype = dtype_from_hf(source.config) or "bfloat16"
     if dtype not in FLOATS:
-        raise WeightError(
-            source.config_file, f"dtype: got {dtype!r}, must be one of {', '.join(FLOATS)}; or give --dtype"
-        )
+        field = "dtype" if source.config.get("dtype") else "torch_dtype"
+        allowed = f"must be one of {', '.join(FLOATS)}; or give --dtype"
+        raise WeightError(source.config_file, f"{field}: got {dtype!r}, {allowed}")
     return dtype
 
 

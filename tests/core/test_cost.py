@@ -119,7 +119,7 @@ def share_of_hashing(prompt_tokens) -> float:
     return stats.hash_seconds / (time.perf_counter() - began)
 
 
-@pytest.mark.slow  # a share of time: other processes disturb it, and not upwards alone
+@pytest.mark.slow  # on a busy machine the caches are cold at every try, and none is below
 @pytest.mark.parametrize("prompt_tokens", [20, 340])
 def test_hashing_and_look_up_take_under_one_percent_with_nothing_shared(prompt_tokens):
     assert any(share_of_hashing(prompt_tokens) < 0.01 for _ in range(20))
@@ -140,8 +140,8 @@ def naming_bytecodes(num_blocks) -> tuple[int, int]:
 
 
 def test_hashing_and_look_up_cost_a_few_bytecodes_a_block():
-    """At 30 ns each, and 1 us of BLAKE2: below 3 us of the 300 us that a GPU takes for the 16 tokens."""
+    """A look-up takes 38, naming 25, both beside one BLAKE2 of the block."""
     short, long = (np.array(naming_bytecodes(n)) for n in (10, 30))
     look_up, name = (long - short) / 20
-    assert 0 < look_up < 55 and 0 < name < 40
+    assert 0 < look_up < 50 and 0 < name < 35
     assert (short < 1000).all()

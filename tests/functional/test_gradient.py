@@ -11,9 +11,9 @@ from lmjax import functional
 from lmjax.models.params import named_leaves
 from tests import tiny
 from tests.functional import plain
+from tests.marks import slow
 from tests.models.driver import COMPILER_OPTIONS, params_from
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 compiled = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 LENGTH = 45  # more than a window, and no multiple of a block
 

@@ -12,6 +12,7 @@ from lmjax.models import decoder
 from lmjax.models.registry import spec_from_hf
 from lmjax.models.rope import inverse_frequencies
 from tests import tiny, tiny_families
+from tests.marks import slow
 from tests.models.driver import COMPILER_OPTIONS, Driver, params_from
 
 GOLDENS = {
@@ -57,9 +58,9 @@ def test_frequencies(name):
 SLOW = {
     *("llama_new_style", "llama_linear", "llama_dynamic_below", "llama_dynamic_above", "llama_llama3_new_style"),
     *("llama_yarn_mscale", "llama_longrope_below", "llama_gelu_tanh", "mistral_no_window", "qwen3_bias"),
-    *("mixtral_window", "qwen2_moe_step", "qwen2_moe_window", "qwen3_moe_window", "falcon_one_norm"),
+    *("mixtral_window", "qwen2_moe_window", "qwen3_moe_window"),
 }
-ALL = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in tiny.CASES]
+ALL = [slow(name) if name in SLOW else name for name in tiny.CASES]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -13,6 +13,7 @@ from pallas_kernels.kv_write import choose as choose_write
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import choose, paged_attention
 from pallas_kernels.platform import Target
+from tests.marks import slow
 from tests.pairs import all_pairs, every, name
 
 
@@ -79,7 +80,7 @@ QUICK = all_pairs(name=list(CASES), heads=HEADS, window=[None, 21])
 SLOW = [case for case in every(name=list(CASES), heads=HEADS, window=[None, 1, 21]) if case not in QUICK]
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=name)
+@pytest.mark.parametrize("case", [*QUICK, *map(slow, SLOW)], ids=name)
 def test_matches_dense(case):
     check(case["name"], *case["heads"], case["window"])
 

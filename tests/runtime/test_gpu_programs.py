@@ -3,7 +3,6 @@ further layer is the same again (``scripts/gpu_programs.py`` compiles the whole 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
@@ -19,6 +18,7 @@ from lmjax.runtime.buckets import FILTERED, FULL, GPU_SAMPLERS, GREEDY, SampleKe
 from lmjax.runtime.programs import sample_program
 from tests import deviceless
 from tests.gpu_programs import CONFIGS, CONTEXT, Case, make_shapes, read
+from tests.marks import slow
 
 pytestmark = deviceless.skip
 
@@ -39,7 +39,6 @@ MORE = [
     Case(LARGE, 8, PREFILL),
     Case(MIXTRAL, 8, DECODE),
 ]
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("case", [*CASES, *map(slow, MORE)], ids=str)

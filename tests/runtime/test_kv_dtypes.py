@@ -23,13 +23,13 @@ from lmjax.types import KVSpec
 from pallas_kernels.heads import apply_rope, rms_norm
 from tests import tiny
 from tests.fakes import run_requests
+from tests.marks import slow
 from tests.models.driver import Driver, params_from
 from tests.runtime.requests import Limited, random_requests, scheduler_config
 from tests.runtime.test_equality import check_equal
 from tests.runtime.tiny import tiny_config, tiny_executor
 
 KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
-slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)  # noqa: E731
 
 
 def rounded(x, kind):

@@ -295,7 +295,7 @@ def test_settings_of_plan_and_compile_are_checked(tmp_path):
 def test_a_checkpoints_type_that_is_none_is_refused_where_it_would_be_used(tmp_path):
     config = EngineConfig(model=str(write(tmp_path, SMALL | {"torch_dtype": "torch.float8_e4m3fn"})))
     source = model_source(config)
-    with pytest.raises(WeightError, match=r"config\.json: dtype: got 'float8_e4m3fn', must be one of .*--dtype"):
+    with pytest.raises(WeightError, match=r"config\.json: torch_dtype: got 'float8_e4m3fn', must be one of .*--dtype"):
         resolve_dtype(config, source, "gpu")
     assert resolve_dtype(config.replace(dtype="float16"), source, "gpu") == "float16"
     assert resolve_dtype(config, source, "cpu") == "float32"
