@@ -15,6 +15,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 # Limits of the request fields whose state has a fixed shape on the device (see lmjax/sampling/).
 MAX_N = 128
+LARGEST = 2**63 - 1  # what goes to the engine has 64 bits
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 MAX_LOGIT_BIAS = 1024
@@ -135,8 +136,8 @@ class SamplingParams:
         return (
             type(self.n) is type(self.top_k) is type(self.min_tokens) is int
             and 1 <= self.n <= MAX_N
-            and self.top_k >= -1
-            and self.min_tokens >= 0
+            and -1 <= self.top_k <= LARGEST
+            and 0 <= self.min_tokens <= LARGEST
             and type(self.temperature) is type(self.top_p) is type(self.min_p) is type(self.repetition_penalty) is float
             and type(self.presence_penalty) is type(self.frequency_penalty) is float
             and 0.0 <= self.temperature <= 1e6
@@ -145,7 +146,7 @@ class SamplingParams:
             and 0.0 < self.repetition_penalty <= 1e6
             and -2.0 <= self.presence_penalty <= 2.0
             and -2.0 <= self.frequency_penalty <= 2.0
-            and (most is None or (type(most) is int and most >= max(1, self.min_tokens)))
+            and (most is None or (type(most) is int and max(1, self.min_tokens) <= most <= LARGEST))
             and (seed is None or (type(seed) is int and SEED_RANGE[0] <= seed <= SEED_RANGE[1]))
             and (asked is None or (type(asked) is int and asked >= 0))
             and (prompt_asked is None or (type(prompt_asked) is int and prompt_asked >= 0))
@@ -165,12 +166,13 @@ class SamplingParams:
         return all(type(text) is str and 0 < len(text) <= MAX_STOP_CHARS for text in self.stop)
 
     def _check_numbers(self) -> None:
-        def integer(name: str, low: int, high: float = math.inf, none: bool = False) -> None:
+        def integer(name: str, low: int, high: int = LARGEST, none: bool = False) -> None:
             value = getattr(self, name)
             if none and value is None:
                 return
             if not _is_int(value) or not low <= value <= high:
-                top = "" if high == math.inf else f" and at most {high}"
+                bounded = high != LARGEST or (_is_int(value) and value > high)
+                top = f" and at most {high}" if bounded else ""
                 raise ParameterError(name, f"got {value!r}, must be an integer of at least {low}{top}")
 
         def number(name: str, low: float, high: float, open_low: bool = False) -> None:

@@ -237,6 +237,8 @@ def resolve_dtype(config: EngineConfig, source: ModelSource, platform: str) -> s
     if dtype not in FLOATS:
         field = "dtype" if source.config.get("dtype") else "torch_dtype"
         allowed = f"must be one of {', '.join(FLOATS)}; or give --dtype"
+        if field in source.overridden:
+            raise ConfigError(f"--hf-overrides: {field}: got {dtype!r}, {allowed}")
         raise WeightError(source.config_file, f"{field}: got {dtype!r}, {allowed}")
     return dtype
 

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 
 from lmjax.text.messages import plain, prepare_messages
-from lmjax.text.templates import ChatTemplate, compile_template
+from lmjax.text.templates import ChatTemplate, compile_template, why_invalid
 from lmjax.text.tokenizer import Tokenizer
 from lmjax.types import ParameterError
 
@@ -67,12 +67,9 @@ def _choose(tokenizer: Tokenizer, given: str | None, tools: list | None) -> str:
 def _compile(source: str) -> ChatTemplate:
     if not isinstance(source, str):
         raise ParameterError("chat_template", "must be a string")
-    try:
-        return compile_template(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ParameterError("chat_template", f"not valid jinja: line {error.lineno}: {error.message}") from None
-    except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
-        raise ParameterError("chat_template", f"not valid jinja: {error}") from None
+    if reason := why_invalid(source):
+        raise ParameterError("chat_template", reason)
+    return compile_template(source)
 
 
 def _render(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:

@@ -121,6 +121,17 @@ def compile_template(source: str) -> ChatTemplate:
     return ChatTemplate(source)
 
 
+def why_invalid(source: str) -> str | None:
+    """``not valid jinja: ...`` if it does not compile. Python's compiler refuses some (``break`` outside a loop)."""
+    try:
+        compile_template(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"not valid jinja: line {error.lineno}: {error.message}"
+    except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+        return f"not valid jinja: {error}"
+    return None
+
+
 def _loops_over_content(tree: nodes.Template) -> bool:
     """Whether a loop runs over some message's content, directly or through a variable set from it."""
     names = {"content"}
@@ -152,8 +163,6 @@ def read_template(value: str) -> str:
             value = Path(value).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TokenizerError(f"{name} cannot be read: {error}") from None
-    try:
-        compile_template(value)
-    except jinja2.TemplateSyntaxError as error:
-        raise TokenizerError(f"{name} is not valid jinja: line {error.lineno}: {error.message}") from None
+    if reason := why_invalid(value):
+        raise TokenizerError(f"{name} is {reason}")
     return value

@@ -327,10 +327,14 @@ def test_where_templates_come_from(tmp_path):
 def test_no_template(tmp_path):
     with pytest.raises(ParameterError, match="--chat-template"):
         prompt(named_templates(tmp_path), [user("x")])
-    (tmp_path / "broken.jinja").write_text("{% if %}")
-    for wrong in ("{% if %}", "missing.jinja", str(tmp_path / "broken.jinja")):
-        with pytest.raises(TokenizerError, match="chat template"):
+    for wrong in ("{% if %}", "{% break %}", "{{ f(a=1, a=2) }}", "{{ " + "(" * 3000):
+        with pytest.raises(TokenizerError, match=r"^the chat template is not valid jinja: "):
             read_template(wrong)
+        (tmp_path / "broken.jinja").write_text(wrong)
+        with pytest.raises(TokenizerError, match=r"^the chat template '.*broken\.jinja' is not valid jinja: "):
+            read_template(str(tmp_path / "broken.jinja"))
+    with pytest.raises(TokenizerError, match=r"missing\.jinja"):
+        read_template("missing.jinja")
 
 
 def test_the_fixtures_template_is_a_string_template():

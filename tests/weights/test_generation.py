@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ def test_absent_and_null():
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": "x"}, "top_k"),
-        ({"max_new_tokens": 0}, "0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"top_k": 1e30}, "top_k"),
     ],
 )
 def test_values_that_no_request_could_have(config, word):
@@ -69,6 +71,7 @@ def test_eos(config, generation, want):
 
 
 @pytest.mark.parametrize("value", ["</s>", [1, "2"], -1, True, 1.5])
-def test_wrong_eos(value):
-    with pytest.raises(WeightError, match=r"^/some/model/config\.json: eos_token_id"):
-        eos_token_ids({"eos_token_id": value}, {}, Path("/some/model"))
+def test_wrong_eos(value, tmp_path):
+    for source, named in ((tmp_path, tmp_path / "config.json"), (Path("x.gguf"), "x.gguf")):
+        with pytest.raises(WeightError, match=f"^{re.escape(str(named))}: eos_token_id"):
+            eos_token_ids({"eos_token_id": value}, {}, source)
